@@ -9,7 +9,6 @@ mod commands;
 mod dashboard;
 mod documents;
 mod fleet;
-mod health;
 mod listener;
 mod parameters;
 mod problems;
@@ -31,7 +30,6 @@ use crate::text::SecretText;
 use arc_swap::ArcSwapOption;
 use serde_json::{Map, Value};
 use std::collections::HashMap;
-use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -59,12 +57,12 @@ pub struct ReloadableAdminToken(Arc<ArcSwapOption<AdminToken>>);
 
 /// Data and commands behind the admin endpoint.
 #[derive(Clone)]
-pub struct AdminBackend {
+pub(crate) struct AdminBackend {
     /// This process; `uptime_s` is 0.
-    pub instance: OverviewInstance,
-    pub metrics: Arc<Metrics>,
-    pub history: Arc<TrafficHistory>,
-    pub state: Arc<dyn AdminState>,
+    pub(crate) instance: OverviewInstance,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) history: Arc<TrafficHistory>,
+    pub(crate) state: Arc<dyn AdminState>,
 }
 
 /// The state of the process, and the commands that change it.
@@ -205,13 +203,5 @@ impl ReloadableAdminToken {
 
     fn load(&self) -> Option<Arc<AdminToken>> {
         self.0.load_full()
-    }
-}
-
-impl fmt::Debug for AdminBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("AdminBackend")
-            .field("instance", &self.instance)
-            .finish_non_exhaustive()
     }
 }

@@ -5,9 +5,7 @@ mod admin_view;
 pub(crate) mod descriptor_limit;
 pub(crate) mod doctor;
 pub(crate) mod explanation;
-mod instance_name;
 pub(crate) mod key_status;
-pub(crate) mod limit_documents;
 mod listener_set;
 pub(crate) mod override_store;
 pub(crate) mod overrides;
@@ -118,7 +116,7 @@ async fn run_proxy(
     on_listening: impl FnOnce(ListeningAddresses),
 ) -> Result<(), AppError> {
     let started_at = Instant::now();
-    let (shutdown_handle, stop) = install_signal_handlers()?;
+    let (shutdown, stop) = install_signal_handlers()?;
     for warning in config.warning_lines() {
         tracing::warn!("{warning}");
     }
@@ -142,8 +140,7 @@ async fn run_proxy(
     let reloader = ConfigReloader::new(sources, &config, policies, publish, publish_credentials);
     let is_listening = Arc::new(AtomicBool::new(false));
     let view_state = AdminViewState {
-        stop: stop.clone(),
-        shutdown_handle,
+        shutdown,
         config: Arc::clone(&config),
         shared: Arc::clone(&shared),
         is_listening: Arc::clone(&is_listening),
@@ -164,7 +161,7 @@ async fn run_proxy(
     });
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
     if let Some(redis) = shared.store_backend.redis() {
-        redis.describe_member(instance_name::describe_member(&config.admin, &admin));
+        redis.describe_member(admin_view::describe_member(&config.admin, &admin));
     }
     let reloader = tokio::task::spawn_local(reloader.run());
     shared.key_fetcher.wait_for_first_keys().await;
@@ -361,13 +358,13 @@ fn start_admin(
     if let Some(address) = settings.probes {
         let probes = admin::AdminListener::bind_probes(address, view.clone());
         let probes = probes.map_err(listen_error("admin.probes", ListenAddress::Ip(address)))?;
-        tracing::info!(address = %probes.address(), "probes listening");
+        tracing::info!(address = %probes.address, "probes listening");
         tokio::task::spawn_local(probes.run());
     }
     let address = settings.address.clone();
     let admin = admin::AdminListener::bind_admin(settings, token, view)
         .map_err(listen_error("admin.address", address))?;
-    let address = admin.address().clone();
+    let address = admin.address.clone();
     tracing::info!(%address, "admin listening");
     tokio::task::spawn_local(admin.run());
     Ok(address)

@@ -17,11 +17,8 @@ mod effects;
 mod fixed_window;
 mod key;
 mod key_override;
-mod key_text;
 mod leaky_bucket;
 mod limit;
-mod overridden_charges;
-mod request_part;
 mod sliding_log;
 mod sliding_window;
 mod token_bucket;
@@ -31,14 +28,15 @@ pub use charge::{
     Amendment, Charge, CounterRef, LeaseTerms, LimitCharge, PolicyCharges, each_charge,
 };
 pub use counter_state::{CounterState, CounterView};
-pub use decision::{ChargeOutcome, Decision, LeaseGrant, LimitStatus, PolicyOutcome, Refusal};
+pub use decision::{
+    ChargeOutcome, Decision, LeaseGrant, LimitStatus, PolicyOutcome, Refusal, RequestPart,
+};
 pub use effects::{ChargeEffect, compute_lease_grant, determine_effects};
-pub use key::{CounterScope, Key, KeyBuilder, SOURCES_BYTES};
-pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
-pub use key_text::{DIGEST_BYTES, ListedValue, format_digest};
+pub use key::{
+    CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_digest,
+};
+pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverriddenCharges, OverrideInEffect};
 pub use limit::{Algorithm, Limit};
-pub use overridden_charges::OverriddenCharges;
-pub use request_part::RequestPart;
 
 /// The largest `requests` and cost. Integers up to here are exact in a double, the number type of
 /// Lua.

@@ -22,18 +22,18 @@ pub use body::informational_responses::InformationalForwarder;
 pub use body::tunnel::Tunnel;
 pub use body::{BodyError, RequestBody};
 pub use client_connection::ConnectionCloseReason;
-pub use client_connection::connection_load::ServerLoad;
-pub use http::client_cert::is_client_cert_field;
+pub use client_connection::open_connections::OpenConnections;
 pub use http::header_lines::is_stripped_before_policies;
+pub use http::headers::is_client_cert_field;
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::request_validation::{RequestValidationError, normalize_host};
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
 pub use rate_limit_service::grpc::RlsCallResult;
 pub use server::ProxyServer;
 pub use server::ShutdownSignal;
-pub use server::handler::ConnectionPeer;
-pub use server::handler::RequestHandler;
-pub use server::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
+pub use server::handler::{
+    ConnectionPeer, HandshakeError, ProxyHeaderError, RequestHandler, TlsHandshakeError,
+};
 pub use server::worker::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
 pub use service::ProxyService;
 pub use settings::{

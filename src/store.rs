@@ -15,7 +15,7 @@ mod settlement_queue;
 mod stored_override;
 
 pub use concurrency_slots::{ConcurrencySlotGuard, ConcurrencySlots};
-pub use decision_path::DecisionSource;
+pub use decision_path::{DecisionSource, RedisDecisionPath};
 pub use fallback::{FallbackStore, STATUS_EXCHANGE_US, Share};
 pub use leases::LeasePool;
 pub use memory::{MAX_MEMORY_OVERRIDES, MemorySettings, MemoryStore};
@@ -26,7 +26,6 @@ pub use stored_override::{
 };
 
 use crate::limiter::{Amendment, CounterRef, Key, Limit};
-use deny_cache::DenyCache;
 use redis::{RedisOutage, RedisStore};
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,11 +40,7 @@ pub(crate) const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug)]
 pub enum Store {
     Memory(Arc<MemoryStore>),
-    Redis {
-        redis: RedisStore,
-        deny_cache: Arc<DenyCache>,
-        leases: Arc<LeasePool>,
-    },
+    Redis(RedisDecisionPath),
 }
 
 impl Store {
@@ -53,7 +48,7 @@ impl Store {
     pub fn outage(&self) -> Option<RedisOutage> {
         match self {
             Self::Memory(_) => None,
-            Self::Redis { redis, .. } => redis.outage(),
+            Self::Redis(path) => path.redis.outage(),
         }
     }
 }
@@ -128,17 +123,17 @@ impl<'a> Settlement<'a> {
 impl Store {
     /// Creates a worker's store in Redis, with a deny cache and leases of its own.
     pub fn from_redis(redis: RedisStore) -> Self {
-        Self::Redis {
+        Self::Redis(RedisDecisionPath {
             redis,
             deny_cache: Arc::default(),
             leases: Arc::default(),
-        }
+        })
     }
 
     /// Replaces the worker's own leases with `shared`, the leases of all workers of the process.
     pub fn with_shared_leases(mut self, shared: &Arc<LeasePool>) -> Self {
-        if let Self::Redis { leases, .. } = &mut self {
-            *leases = Arc::clone(shared);
+        if let Self::Redis(path) = &mut self {
+            path.leases = Arc::clone(shared);
         }
         self
     }
@@ -154,17 +149,14 @@ impl Store {
     ) -> Result<(), SettlementError<'a>> {
         let mut in_redis = settlements.to_vec();
         in_redis.retain(|settlement| !self.apply_in_memory(settlement));
-        let Self::Redis {
-            redis, deny_cache, ..
-        } = self
-        else {
+        let Self::Redis(path) = self else {
             return Ok(());
         };
-        let fallback = redis.fallback();
+        let fallback = path.redis.fallback();
         fallback.apply_settlements(&in_redis);
-        let result = redis.apply_settlements(&in_redis).await;
+        let result = path.redis.apply_settlements(&in_redis).await;
         for settlement in &in_redis {
-            deny_cache.forget_settled(settlement);
+            path.deny_cache.forget_settled(settlement);
         }
         result.or_else(|mut error| {
             // Those of `local` policies are kept for write-back.
@@ -182,7 +174,7 @@ impl Store {
     fn apply_in_memory(&self, settlement: &Settlement<'_>) -> bool {
         let memory = match self {
             Self::Memory(memory) => memory,
-            Self::Redis { redis, .. } => redis.instance_counters(),
+            Self::Redis(path) => path.redis.instance_counters(),
         };
         let is_in_memory = matches!(self, Self::Memory(_)) || settlement.key.is_instance_scoped();
         if is_in_memory {
@@ -195,7 +187,7 @@ impl Store {
     /// leases to Redis, and removes the process from the membership, each within a time limit. Does
     /// nothing for a memory store.
     pub async fn return_units_and_leave_membership(&self) {
-        if let Self::Redis { redis, leases, .. } = self {
+        if let Self::Redis(RedisDecisionPath { redis, leases, .. }) = self {
             redis.router.wait_until_reservations_returned().await;
             leases.end_leases_and_send_credits(redis).await;
             redis.leave_membership().await;

@@ -9,6 +9,7 @@ mod throttle;
 pub mod top_rejections;
 pub mod trace;
 
+pub(crate) use log::escape_json;
 pub use log::{
     AccessLogFilter, LogFormat, LogLevel, LogSettings, init_logging, log_level, set_log_level,
     shorten_client_text,

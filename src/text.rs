@@ -84,13 +84,29 @@ pub fn format_latency(seconds: Option<f64>) -> String {
     }
 }
 
+/// The two largest units of a duration of a minute or more: `(3, "m", 5, "s")`.
+fn largest_units(s: u64) -> (u64, &'static str, u64, &'static str) {
+    match s {
+        0..3600 => (s / 60, "m", s % 60, "s"),
+        3600..86_400 => (s / 3600, "h", s % 3600 / 60, "m"),
+        _ => (s / 86_400, "d", s % 86_400 / 3600, "h"),
+    }
+}
+
 /// Formats a duration in at most two units: `5s`, `3m5s`, `1h2m`, `2d4h`.
 pub fn format_short_duration(s: u64) -> String {
-    match s {
-        0..60 => format!("{s}s"),
-        60..3600 => format!("{}m{}s", s / 60, s % 60),
-        3600..86_400 => format!("{}h{}m", s / 3600, s % 3600 / 60),
-        _ => format!("{}d{}h", s / 86_400, s % 86_400 / 3600),
+    match largest_units(s) {
+        _ if s < 60 => format!("{s}s"),
+        (many, unit, few, lower_unit) => format!("{many}{unit}{few}{lower_unit}"),
+    }
+}
+
+/// Formats a duration in at most two units: `1.5 s`, `12 m 30 s`, `3 h 5 m`.
+pub fn format_wait(us: u64) -> String {
+    let s = us.div_ceil(1_000_000);
+    match largest_units(s) {
+        _ if s < 60 => format!("{}.{} s", us / 1_000_000, us % 1_000_000 / 100_000),
+        (many, unit, few, lower_unit) => format!("{many} {unit} {few} {lower_unit}"),
     }
 }
 
@@ -156,6 +172,17 @@ pub fn wrap_text(
     }
     lines.push(line);
     lines
+}
+
+/// Wraps a text at spaces into lines of `width` characters, without spaces at their ends. The first
+/// line starts with `start`, the others are indented by its width.
+pub fn wrap_indented(start: &str, text: &str, width: usize) -> String {
+    let indent = " ".repeat(start.len());
+    let lines = wrap_text(text, width, [start, &indent], usize::MAX);
+    lines
+        .iter()
+        .map(|line| format!("{}\n", line.trim_end()))
+        .collect()
 }
 
 /// Escapes characters that a terminal would not show as themselves. Quotes stay.

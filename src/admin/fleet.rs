@@ -4,31 +4,28 @@
 //! a summary: in parallel, within a deadline, and at most [`MAX_ASKED_INSTANCES`]. An instance that
 //! cannot be queried is listed with the reason.
 
-mod credential;
 mod merge;
 mod peer_client;
-mod summary;
-
-pub(super) use credential::derive_instance_credential;
 
 use super::parameters::{BackendAndQuery, QueryParameters};
 use super::responses::{JsonResult, ProblemDetails, respond_blocking, run_blocking};
 use super::{
-    AdminBackend, FleetDocument, FleetInstanceDocument, FleetMembers, InstanceSummary,
-    ReloadableAdminToken,
+    AdminBackend, AdminToken, FleetDocument, FleetInstanceDocument, FleetMembers, InstanceFigures,
+    InstanceSummary, ReloadableAdminToken,
 };
+use crate::telemetry::top_rejections::RejectionDimension;
+use crate::text::SecretText;
 use axum::Extension;
 use axum::extract::{RawQuery, State};
 use futures_util::StreamExt as _;
 use futures_util::stream;
-use http::StatusCode;
 use merge::{FleetSum, parse_summary};
 use parking_lot::Mutex;
-use peer_client::PeerClient;
+use peer_client::{MAX_SUMMARY_ENTRIES, PeerClient};
+use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
-use summary::{MAX_SUMMARY_ENTRIES, build_summary};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 
@@ -92,13 +89,8 @@ impl FleetReader {
             *reader.last_view.lock() = Some((Instant::now(), Arc::clone(&built)));
             Ok(built)
         });
-        building.await.unwrap_or_else(|error| {
-            let status = StatusCode::INTERNAL_SERVER_ERROR;
-            Err(ProblemDetails::new(
-                status,
-                format!("this is a bug: {error}"),
-            ))
-        })
+        let built = building.await.map_err(ProblemDetails::from_join_error);
+        built.flatten()
     }
 
     /// Lists the instances; while the store does not answer, those of the last list.
@@ -227,6 +219,71 @@ pub(super) async fn get_instance_summary(
     respond_blocking(move || build_summary(&view, limit)).await
 }
 
+/// A part of the decisions with another label.
+const PARTIAL_LABEL: &str = "degraded_refused";
+
+/// Complete seconds over which the rate is averaged.
+const RATE_SECONDS: usize = 5;
+
+fn build_summary(view: &AdminBackend, max_entries: usize) -> InstanceSummary {
+    let observed = view.state.read_status();
+    let rejections = &view.metrics.top_rejections;
+    let rank = |dimension| rejections.ranking(dimension, None, max_entries);
+    InstanceSummary {
+        id: view.instance.id.clone(),
+        name: view.instance.host.clone(),
+        version: view.instance.version.clone(),
+        status: Some(observed.phase.to_string()),
+        instances: Some(observed.store.instances.unwrap_or(1).into()),
+        figures: InstanceFigures {
+            store: Some(observed.store.availability().to_owned()),
+            decisions_per_s: Some(mean_rate(view)),
+            uptime_s: Some(observed.uptime_s),
+            generation: Some(observed.config_generation),
+            config_hash: Some(observed.config_hash),
+        },
+        keys: rank(RejectionDimension::Keys),
+        paths: rank(RejectionDimension::Paths),
+    }
+}
+
+/// The mean number of decisions per second. The last second is incomplete and left out.
+fn mean_rate(view: &AdminBackend) -> f64 {
+    let (_, seconds) = view.history.last_seconds(RATE_SECONDS + 1);
+    let labels = view.metrics.labels.request_decisions;
+    let complete = seconds
+        .split_last()
+        .map_or(&[][..], |(_, complete)| complete);
+    let decisions: u64 = complete
+        .iter()
+        .flat_map(|second| labels.iter().zip(second.decisions))
+        .filter(|((label, _), _)| *label != PARTIAL_LABEL)
+        .map(|(_, count)| u64::from(count))
+        .sum();
+    #[allow(clippy::cast_precision_loss, reason = "the counts are below 2^52")]
+    let rate = decisions as f64 / complete.len().max(1) as f64;
+    rate
+}
+
+/// Separates this use of the token from others.
+const PURPOSE: &str = "tidegate fleet summary v1";
+
+/// Bearer credential for the summary of one instance: what one instance sends to another instead of the
+/// token.
+///
+/// Anyone who can write to Redis can add a heartbeat with an address of their own, so the token
+/// itself is never sent. The credential is derived from the token and the id of the instance. It is
+/// valid for that process only, and only for reading its summary.
+pub(super) fn derive_instance_credential(token: &AdminToken, instance_id: &str) -> SecretText {
+    let key = Sha256::digest(format!("{PURPOSE}\n{}", token.expose()));
+    let mut digest = Sha256::new();
+    digest.update(key);
+    digest.update(instance_id);
+    // The second digest makes it impossible to extend the id.
+    let derived = Sha256::digest(digest.finalize());
+    SecretText::new(derived.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -240,5 +297,17 @@ mod tests {
         let instances = ["a", "b", "c", "a", "c", "a"].map(instance);
         let expected = ["a", "c"].map(str::to_owned);
         assert_eq!(find_repeated_ids(&instances), HashSet::from(expected));
+    }
+
+    #[test]
+    fn credentials_differ_by_token_and_instance_and_hide_the_token() {
+        let credential =
+            |token: &str, id| derive_instance_credential(&AdminToken::new(token.to_owned()), id);
+        let one = credential("s3cret", "a");
+        assert_eq!(one, credential("s3cret", "a"));
+        assert_ne!(one, credential("s3cret", "b"));
+        assert_ne!(one, credential("other", "a"));
+        assert_eq!(one.expose().len(), 64);
+        assert!(!one.expose().contains("s3cret") && format!("{one:?}") == "***");
     }
 }

@@ -44,7 +44,8 @@ const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
 /// A bound listener of the admin endpoint. It serves requests while [`AdminListener::run`] runs.
 #[derive(Debug)]
 pub struct AdminListener {
-    address: ListenAddress,
+    /// The bound address, with the port that the system chose for port 0.
+    pub address: ListenAddress,
     acceptor: SocketListener,
     router: Router,
 }
@@ -55,7 +56,7 @@ impl AdminListener {
     ///
     /// # Errors
     /// If the address is in use, not local, or not permitted.
-    pub fn bind_admin(
+    pub(crate) fn bind_admin(
         settings: AdminSettings,
         token: ReloadableAdminToken,
         view: AdminBackend,
@@ -68,7 +69,7 @@ impl AdminListener {
     ///
     /// # Errors
     /// If the address is in use or not permitted.
-    pub fn bind_probes(address: SocketAddr, view: AdminBackend) -> io::Result<Self> {
+    pub(crate) fn bind_probes(address: SocketAddr, view: AdminBackend) -> io::Result<Self> {
         Self::bind(&ListenAddress::Ip(address), routes::probes_router(view))
     }
 
@@ -81,11 +82,6 @@ impl AdminListener {
             acceptor: bound.into_listener()?,
             router,
         })
-    }
-
-    /// The bound address, with the port that the system chose for port 0.
-    pub fn address(&self) -> &ListenAddress {
-        &self.address
     }
 
     /// Accepts and serves connections forever. Errors of the admin endpoint never stop the process.

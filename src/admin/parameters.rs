@@ -41,28 +41,20 @@ impl QueryParameters {
     pub(super) fn parse(query: Option<&str>, known: &[&str]) -> Result<Self, String> {
         let pairs = form_urlencoded::parse(query.unwrap_or_default().as_bytes());
         let pairs: Vec<(String, String)> = pairs.into_owned().collect();
-        match pairs
-            .iter()
-            .find(|(name, _)| !known.contains(&name.as_str()))
-        {
-            Some((name, _)) => {
-                let known = if known.is_empty() {
-                    "no parameter".to_owned()
-                } else {
-                    known.join(", ")
-                };
-                Err(format!("unknown parameter {name:?}; expected {known}"))
-            }
-            None => Ok(Self(pairs)),
-        }
+        let unknown = pairs.iter().find(|(name, _)| !known.contains(&&**name));
+        let Some((name, _)) = unknown else {
+            return Ok(Self(pairs));
+        };
+        let known = match known {
+            [] => "no parameter".to_owned(),
+            known => known.join(", "),
+        };
+        Err(format!("unknown parameter {name:?}; expected {known}"))
     }
 
     pub(super) fn get_all(self, name: &str) -> Vec<String> {
-        self.0
-            .into_iter()
-            .filter(|(known, _)| known == name)
-            .map(|(_, value)| value)
-            .collect()
+        let values = self.0.into_iter().filter(|(known, _)| known == name);
+        values.map(|(_, value)| value).collect()
     }
 
     /// # Errors
@@ -75,6 +67,23 @@ impl QueryParameters {
         }
     }
 
+    /// Parses a parameter; returns `default` if it is absent.
+    ///
+    /// # Errors
+    /// Says what is `expected` if `parse` returns `None`.
+    pub(super) fn get_parsed<T>(
+        &self,
+        name: &str,
+        default: T,
+        expected: &str,
+        parse: impl FnOnce(&str) -> Option<T>,
+    ) -> Result<T, String> {
+        let Some(text) = self.get_one(name)? else {
+            return Ok(default);
+        };
+        parse(text).ok_or_else(|| format!("{name}={text:?}: expected {expected}"))
+    }
+
     /// Returns a whole number up to `max`, or `default` if the parameter is absent.
     pub(super) fn get_number(
         &self,
@@ -82,21 +91,10 @@ impl QueryParameters {
         default: usize,
         max: usize,
     ) -> Result<usize, String> {
-        let Some(text) = self.get_one(name)? else {
-            return Ok(default);
-        };
-        let number = text.parse().ok().filter(|number| *number <= max);
-        number.ok_or_else(|| format!("{name}={text:?}: expected a whole number from 0 to {max}"))
-    }
-
-    /// Parses `true` or `false`; returns `default` if the parameter is absent.
-    pub(super) fn get_bool(&self, name: &str, default: bool) -> Result<bool, String> {
-        match self.get_one(name)? {
-            None => Ok(default),
-            Some("true") => Ok(true),
-            Some("false") => Ok(false),
-            Some(text) => Err(format!("{name}={text:?}: expected true or false")),
-        }
+        let expected = format!("a whole number from 0 to {max}");
+        self.get_parsed(name, default, &expected, |text| {
+            text.parse().ok().filter(|number| *number <= max)
+        })
     }
 }
 

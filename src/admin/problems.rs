@@ -1,10 +1,9 @@
 //! Problems that need attention: one rule each, for `/readyz`, the overview, the dashboard and
 //! `tidegate top`. docs/operations/observe.md lists the rules.
 
-use super::{AdminBackend, REFUSED_SERIES};
+use super::{AdminBackend, Problem, REFUSED_SERIES};
 use crate::telemetry::metrics::{ProcessStatus, RedisServerMetrics, StoreStatus};
 use crate::telemetry::top_rejections::RejectionDimension;
-use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 
 /// Number of seconds that the rules about traffic cover. The current, incomplete second is added.
@@ -26,18 +25,6 @@ const MAX_NAMED_POLICIES: usize = 5;
 const MAX_NAMED_PATHS: usize = 3;
 /// Largest difference to the clock of Redis that is not reported.
 const MAX_CLOCK_SKEW_US: u64 = 5_000_000;
-
-/// A problem and its remedy, in words.
-#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Problem {
-    /// Names the rule; the dashboard has its own texts for some rules.
-    pub id: Cow<'static, str>,
-    /// `error` or `warning`.
-    pub level: Cow<'static, str>,
-    pub title: Cow<'static, str>,
-    pub remedy: Cow<'static, str>,
-}
 
 /// Counts of the requests in the last minute.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

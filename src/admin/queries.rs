@@ -1,21 +1,26 @@
-//! Handlers that only read: configuration, policies, overview and rankings.
+//! Handlers that only read: health, metrics, configuration, policies, overview and rankings.
 //!
 //! Rendering ten thousand policies takes milliseconds, so responses are rendered on another thread.
 //! The thread that runs the handlers must stay free to accept connections.
 
 use super::documents::{
     ConfigDocument, DurationQuantiles, HttpCounts, LatencyDocument, NamedCounts, OverviewDocument,
-    OverviewInstance, PoliciesDocument, REFUSED_SERIES, RequestCounts, TopDocument,
+    OverviewInstance, PoliciesDocument, Problem, REFUSED_SERIES, ReadinessDocument, RequestCounts,
+    TopDocument,
 };
 use super::parameters::{BackendAndQuery, QueryParameters};
-use super::problems::{Problem, find_problems};
-use super::responses::{JsonResult, respond_blocking};
+use super::problems::find_problems;
+use super::responses::{JsonResult, json_response, respond_blocking, run_blocking};
 use super::{AdminBackend, PolicySelection};
 use crate::telemetry::history::{DecisionCounts, SECONDS_KEPT, STATUS_CLASS_COUNT, SecondCounts};
-use crate::telemetry::metrics::{HistogramSnapshot, LabelledCounterIndices, StoreStatus};
+use crate::telemetry::metrics::{
+    ExpositionFormat, HistogramSnapshot, LabelledCounterIndices, ProcessPhase, StoreStatus,
+};
 use crate::telemetry::top_rejections::RejectionDimension;
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
-use http::header::CONTENT_TYPE;
+use http::header::{ACCEPT, CONTENT_TYPE};
+use http::{HeaderMap, StatusCode};
 use serde_json::json;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -33,6 +38,57 @@ const MAX_RANKING_ENTRIES: usize = 500;
 const DEFAULT_HISTORY_SECONDS: usize = 120;
 
 pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
+
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn get_liveness() -> &'static str {
+    "ok\n"
+}
+
+/// Readiness fails only while the process starts or stops. Other problems are reported without
+/// failing it: taking every replica out of service would not bring the store back.
+#[allow(clippy::unused_async, reason = "a handler is async")]
+pub(super) async fn get_readiness(
+    State(view): State<AdminBackend>,
+    headers: HeaderMap,
+) -> Response {
+    let observed = view.state.read_status();
+    let status = match observed.phase {
+        ProcessPhase::Serving => StatusCode::OK,
+        ProcessPhase::Starting | ProcessPhase::Stopping => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    let store = observed.store.availability();
+    let hints: Vec<String> = find_problems(&view, &observed)
+        .iter()
+        .map(Problem::to_hint)
+        .collect();
+    if accept_header(&headers).starts_with("text/plain") {
+        let hints: String = hints.iter().map(|hint| format!("- {hint}\n")).collect();
+        let text = format!("{}; store {store}\n{hints}", observed.phase);
+        return (status, text).into_response();
+    }
+    let body = ReadinessDocument {
+        status: observed.phase.to_string(),
+        store: store.to_owned(),
+        generation: observed.config_generation,
+        reload_errors: observed.last_reload.errors,
+        untrusted_forwarding: view.metrics.untrusted_forwarding_count(),
+        hints,
+    };
+    json_response(status, &body)
+}
+
+fn accept_header(headers: &HeaderMap) -> &str {
+    let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok());
+    accept.unwrap_or_default()
+}
+
+pub(super) async fn get_metrics(State(view): State<AdminBackend>, headers: HeaderMap) -> Response {
+    let format = ExpositionFormat::from_accept_header(accept_header(&headers));
+    match run_blocking(move || view.metrics.render_page(&view.state.read_status(), format)).await {
+        Ok(page) => ([(CONTENT_TYPE, format.content_type())], page).into_response(),
+        Err(problem) => problem.into_response(),
+    }
+}
 
 pub(super) async fn get_config(BackendAndQuery(view, query): BackendAndQuery) -> JsonResult {
     QueryParameters::parse(query.as_deref(), &[])?;
@@ -61,8 +117,10 @@ pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) 
         query.get_number("limit", DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)?,
         query.get_number("offset", 0, MAX_OFFSET)?,
     );
-    let with_history = query.get_bool("history", true)?;
-    let order = PolicyOrder::parse(query.get_one("sort")?)?;
+    let with_history =
+        query.get_parsed("history", true, "true or false", |text| text.parse().ok())?;
+    let orders = "order, requests or refused";
+    let order = query.get_parsed("sort", PolicyOrder::Order, orders, |text| text.parse().ok())?;
     let mut selection = PolicySelection {
         search: query.get_one("search")?.unwrap_or_default().to_owned(),
         names: query.get_all("policy"),
@@ -109,10 +167,11 @@ pub(super) async fn get_policies(BackendAndQuery(view, query): BackendAndQuery) 
 }
 
 /// Order of the policies in a response.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq, strum::EnumString)]
+#[strum(serialize_all = "lowercase")]
 enum PolicyOrder {
     /// The order in which they apply.
-    Applied,
+    Order,
     /// By requests in the last hour, most first.
     Requests,
     /// By refusals in the last hour, most first. For a shadow policy, requests that it would
@@ -121,17 +180,6 @@ enum PolicyOrder {
 }
 
 impl PolicyOrder {
-    fn parse(text: Option<&str>) -> Result<Self, String> {
-        match text {
-            None | Some("order") => Ok(Self::Applied),
-            Some("requests") => Ok(Self::Requests),
-            Some("refused") => Ok(Self::Refused),
-            Some(text) => Err(format!(
-                "sort={text:?}: expected order, requests or refused"
-            )),
-        }
-    }
-
     /// Returns the position of each policy with counts: most in the last hour first, then most in
     /// the last day.
     fn rank_policies(self, view: &AdminBackend) -> HashMap<Arc<str>, usize> {
@@ -139,12 +187,11 @@ impl PolicyOrder {
         let is_counted = |series: usize| {
             let label = labels.get(series).map_or("", |(label, _)| *label);
             match self {
-                Self::Applied => false,
-                Self::Requests => label != "degraded_refused",
                 Self::Refused => REFUSED_SERIES.contains(&label),
+                _ => label != "degraded_refused",
             }
         };
-        if matches!(self, Self::Applied) {
+        if self == Self::Order {
             return HashMap::new();
         }
         let mut ranked = view.history.recent_sums(is_counted);
@@ -224,16 +271,17 @@ fn traffic_columns(
     seconds: &[SecondCounts],
 ) -> BTreeMap<String, Vec<u64>> {
     let times = (from_s..).zip(seconds).map(|(at, _)| at).collect();
+    let column = |count: &dyn Fn(&SecondCounts) -> Option<u32>| {
+        let counts = seconds.iter().filter_map(count);
+        counts.map(u64::from).collect()
+    };
     let decisions = labels.iter().enumerate().map(|(at, (label, _))| {
-        let column = seconds.iter().filter_map(|second| second.decisions.get(at));
-        ((*label).to_owned(), column.map(|n| u64::from(*n)).collect())
+        let column = column(&|second| second.decisions.get(at).copied());
+        ((*label).to_owned(), column)
     });
-    let classes = (0..STATUS_CLASS_COUNT).map(|class| {
-        let column = seconds
-            .iter()
-            .filter_map(|second| second.status_classes.get(class));
-        let column = column.map(|n| u64::from(*n)).collect();
-        (format!("{}xx", class + 1), column)
+    let classes = (0..STATUS_CLASS_COUNT).map(|at| {
+        let column = column(&|second| second.status_classes.get(at).copied());
+        (format!("{}xx", at + 1), column)
     });
     std::iter::once(("at".to_owned(), times))
         .chain(decisions)

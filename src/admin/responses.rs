@@ -1,6 +1,7 @@
 //! Responses of the admin endpoint: JSON that is safe to display, and problem details.
 
 use super::AdminError;
+use crate::telemetry::escape_json;
 use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -11,7 +12,7 @@ use http::header::{
 use http::{HeaderName, HeaderValue, StatusCode};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::fmt::Write as _;
+use tokio::task::JoinError;
 
 /// The result of a handler that answers in JSON.
 pub(super) type JsonResult = Result<Response, ProblemDetails>;
@@ -30,6 +31,12 @@ impl ProblemDetails {
             status,
             detail: detail.into(),
         }
+    }
+
+    /// A panic in a task.
+    pub(super) fn from_join_error(error: JoinError) -> Self {
+        let detail = format!("this is a bug: {error}");
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, detail)
     }
 }
 
@@ -81,12 +88,8 @@ pub(super) async fn respond_blocking<D: Serialize>(
 pub(super) async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ProblemDetails> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| {
-        ProblemDetails::new(
-            StatusCode::INTERNAL_SERVER_ERROR,
-            format!("this is a bug: {error}"),
-        )
-    })
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(ProblemDetails::from_join_error)
 }
 
 /// Adds the fields of a JSON object to another one.
@@ -100,17 +103,7 @@ pub(crate) fn add_fields(object: &mut Value, more: Value) {
 /// browser interprets them. They occur only in JSON strings, where the escape means the same.
 pub(crate) fn escape_json_for_display(json: &str) -> String {
     let is_plain = |c: char| c == '\n' || (' '..='~').contains(&c) && !matches!(c, '<' | '>' | '&');
-    let mut text = String::with_capacity(json.len());
-    for letter in json.chars() {
-        if is_plain(letter) {
-            text.push(letter);
-            continue;
-        }
-        for unit in letter.encode_utf16(&mut [0; 2]) {
-            write!(text, "\\u{unit:04x}").expect("a String takes everything");
-        }
-    }
-    text
+    escape_json(json, |letter| !is_plain(letter))
 }
 
 /// Headers that are added to responses without them. This content security policy allows nothing.

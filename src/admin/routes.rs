@@ -4,18 +4,18 @@ use super::access_control::{AccessGuard, authorize_and_run_handler, require_know
 use super::fleet::{self, FleetReader};
 use super::parameters::MAX_BODY_BYTES;
 use super::responses::add_default_body_and_headers;
-use super::{
-    AdminBackend, AdminSettings, ReloadableAdminToken, commands, dashboard, health, queries,
-};
+use super::{AdminBackend, AdminSettings, ReloadableAdminToken, commands, dashboard, queries};
 use axum::extract::DefaultBodyLimit;
 use axum::middleware::{from_fn, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
 use axum::{Extension, Router};
 use std::sync::Arc;
 
+type Routes = Vec<(&'static str, MethodRouter<AdminBackend>)>;
+
 /// All routes of the admin endpoint, with their handlers. `openapi.json` documents them; a test
 /// compares both.
-fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
+fn all_routes() -> Routes {
     let mut routes = health_routes();
     routes.extend([
         ("/", get(dashboard::get_dashboard)),
@@ -48,11 +48,11 @@ fn all_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
     routes
 }
 
-fn health_routes() -> Vec<(&'static str, MethodRouter<AdminBackend>)> {
+fn health_routes() -> Routes {
     vec![
-        ("/livez", get(health::get_liveness)),
-        ("/readyz", get(health::get_readiness)),
-        ("/metrics", get(health::get_metrics)),
+        ("/livez", get(queries::get_liveness)),
+        ("/readyz", get(queries::get_readiness)),
+        ("/metrics", get(queries::get_metrics)),
     ]
 }
 
@@ -62,20 +62,15 @@ pub(super) fn admin_router(
     view: AdminBackend,
 ) -> Router {
     let fleet_reader = Arc::new(FleetReader::new(token.clone()));
-    let access_guard = AccessGuard::new(&settings, token, &view.instance.id);
-    // The access check is inside the method router, so an unsupported method gets 405 and not 403.
-    let router = all_routes()
-        .into_iter()
-        .fold(Router::new(), |router, (path, methods)| {
-            router.route(
-                path,
-                methods.route_layer(from_fn_with_state(
-                    access_guard.clone(),
-                    authorize_and_run_handler,
-                )),
-            )
-        });
-    router
+    let guard = AccessGuard::new(&settings, token, &view.instance.id);
+    let guard = from_fn_with_state(guard, authorize_and_run_handler);
+    let mut routes = all_routes();
+    for (_, methods) in &mut routes {
+        // The access check is inside the method router, so an unsupported method gets 405 and not
+        // 403.
+        *methods = std::mem::take(methods).route_layer(guard.clone());
+    }
+    new_router(routes)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(Extension(fleet_reader))
         .layer(from_fn_with_state(Arc::new(settings), require_known_host))
@@ -83,15 +78,17 @@ pub(super) fn admin_router(
         .with_state(view)
 }
 
+fn new_router(routes: Routes) -> Router<AdminBackend> {
+    let routes = routes.into_iter();
+    routes.fold(Router::new(), |router, (path, methods)| {
+        router.route(path, methods)
+    })
+}
+
 /// Serves only routes that reveal no request data. Any `Host` is accepted, because Prometheus may
 /// use any name.
 pub(super) fn probes_router(view: AdminBackend) -> Router {
-    let router = health_routes()
-        .into_iter()
-        .fold(Router::new(), |router, (path, methods)| {
-            router.route(path, methods)
-        });
-    router
+    new_router(health_routes())
         .layer(from_fn(add_default_body_and_headers))
         .with_state(view)
 }

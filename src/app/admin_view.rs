@@ -1,30 +1,32 @@
 //! Connects the admin endpoint to the other modules.
 
 use super::SharedState;
-use super::instance_name::instance_name;
-use super::key_status::{ResolvedKey, find_limiting_policy, resolve_key, resolve_override_key};
-use super::limit_documents::{describe_limit, micros_to_seconds};
+use super::key_status::{
+    ResolvedKey, describe_limit, find_limiting_policy, micros_to_seconds, resolve_key,
+    resolve_override_key,
+};
 use super::listener_set::ListenerSet;
-use super::override_store::{OverrideChange, OverrideStore, inspect_key, sort_listing};
+use super::override_store::{OverrideChange, OverrideStore, sort_listing};
 use super::overrides::{
     OverrideInput, describe_stored_override, override_from_json, resolve_override,
 };
-use super::shutdown::ShutdownHandle;
-use super::store_backend::StoreBackend;
+use super::shutdown::begin_drain;
+use super::store_backend::{StoreBackend, connect};
 use super::{doctor, explanation};
 use crate::admin::{
-    AdminBackend, AdminError, AdminFuture, AdminState, DoctorReport, DrainDocument, ExplainRequest,
-    ExplanationDocument, FleetInstanceDocument, FleetMembers, KeyDocument, KeyQuery,
-    KeyResetDocument, LeaseDocument, OverrideDocument, OverrideListDocument,
-    OverrideRemovalDocument, OverviewInstance, PolicyDocument, PolicyPage, PolicySelection,
-    QuotaDocument,
+    AdminBackend, AdminError, AdminFuture, AdminSettings, AdminState, AdvertisedAddress,
+    DoctorReport, DrainDocument, ExplainRequest, ExplanationDocument, FleetInstanceDocument,
+    FleetMembers, KeyDocument, KeyQuery, KeyResetDocument, LeaseDocument, OverrideDocument,
+    OverrideListDocument, OverrideRemovalDocument, OverviewInstance, PolicyDocument, PolicyPage,
+    PolicySelection, QuotaDocument,
 };
 use crate::clock::{self, Clock};
 use crate::config::Config;
+use crate::listen::ListenAddress;
 use crate::policy::{OnStoreFailure, Policy, PolicyAction, Quota};
-use crate::proxy::{ListenerKind, ServerLoad, ShutdownSignal};
+use crate::proxy::{ListenerKind, OpenConnections, ShutdownSignal};
 use crate::reload;
-use crate::store::redis::{self, MemberList, RedisOutage, SharedRedisState};
+use crate::store::redis::{self, MemberDescription, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
     ConnectionCounts, LastReload, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage,
@@ -34,6 +36,7 @@ use crate::telemetry::trace::Tracer;
 use parking_lot::Mutex;
 use serde_json::{Map, Value, json};
 use std::collections::{BTreeMap, HashMap};
+use std::env;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -53,14 +56,13 @@ const LISTING_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Handles to the state that the admin endpoint reads, and to the shutdown that it can start.
 pub(super) struct AdminViewState {
-    pub(super) stop: watch::Receiver<ShutdownSignal>,
-    pub(super) shutdown_handle: ShutdownHandle,
+    pub(super) shutdown: watch::Sender<ShutdownSignal>,
     /// The configuration at the start.
     pub(super) config: Arc<Config>,
     pub(super) shared: Arc<SharedState>,
     /// Set once clients can connect.
     pub(super) is_listening: Arc<AtomicBool>,
-    pub(super) load: ServerLoad,
+    pub(super) load: Arc<OpenConnections>,
     pub(super) reload_status: Arc<Mutex<reload::ReloadStatus>>,
     pub(super) listeners: ListenerSet,
     pub(super) started_at: Instant,
@@ -164,7 +166,7 @@ impl AdminState for AdminViewState {
     }
 
     fn start_drain(&self) -> DrainDocument {
-        self.shutdown_handle.begin_drain("admin");
+        begin_drain(&self.shutdown, "admin");
         let shutdown = &self.config.shutdown;
         DrainDocument {
             status: "stopping".to_owned(),
@@ -224,8 +226,11 @@ impl AdminState for AdminViewState {
 
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
         spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let list = self.shared.store_backend.list_members().await?;
-            Ok(list.map(to_fleet_members).unwrap_or_default())
+            let Some(redis) = self.shared.store_backend.redis() else {
+                return Ok(FleetMembers::default());
+            };
+            let list = connect(redis).await?.list_members().await?;
+            Ok(to_fleet_members(list))
         })
     }
 
@@ -235,7 +240,7 @@ impl AdminState for AdminViewState {
             let resolved_key = resolve_key(&snapshot.table, &query.policy, &query.values)?;
             Ok(KeyDocument {
                 counters: Some(self.redis_counter_keys(&resolved_key)),
-                ..inspect_key(&self.shared.store_backend, &resolved_key).await?
+                ..resolved_key.inspect(&self.shared.store_backend).await?
             })
         })
     }
@@ -404,7 +409,7 @@ impl AdminViewState {
     }
 
     fn current_phase(&self) -> ProcessPhase {
-        if *self.stop.borrow() != ShutdownSignal::Run {
+        if *self.shutdown.borrow() != ShutdownSignal::Run {
             ProcessPhase::Stopping
         } else if self.is_listening.load(Ordering::Relaxed) {
             ProcessPhase::Serving
@@ -502,5 +507,33 @@ fn describe_quota(policy: &Policy, quota: &Quota) -> QuotaDocument {
             size: lease.size.map_or(json!("auto"), |size| json!(size)),
             ttl_s: micros_to_seconds(lease.ttl_us),
         }),
+    }
+}
+
+/// The name of the pod, or of the host.
+fn instance_name() -> String {
+    let pod = env::var("POD_NAME").ok().filter(|name| !name.is_empty());
+    pod.unwrap_or_else(|| {
+        let host = rustix::system::uname();
+        host.nodename().to_string_lossy().into_owned()
+    })
+}
+
+/// The description of this process in its heartbeats. `bound` is the address of the admin endpoint.
+pub(super) fn describe_member(
+    settings: &AdminSettings,
+    bound: &ListenAddress,
+) -> MemberDescription {
+    let pod_ip = || env::var("POD_IP").ok()?.parse().ok();
+    let advertised = settings
+        .advertise
+        .clone()
+        .or_else(|| AdvertisedAddress::from_bound_address(bound, pod_ip()));
+    MemberDescription {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        name: instance_name(),
+        admin_address: advertised
+            .and_then(|address| address.with_port_of(bound))
+            .map(|address| address.to_string()),
     }
 }

@@ -3,24 +3,22 @@
 //! `store::redis` collects the facts. This module judges them and gives advice.
 
 mod server_findings;
-mod server_report;
 mod store_findings;
 
 pub(crate) use server_findings::format_bytes;
-use server_report::describe_server;
 
-use crate::admin::{DoctorFinding, DoctorReport, ExaminedStore, FindingLevel, PolicyMemory};
+use crate::admin::{
+    DoctorFinding, DoctorReport, ExaminedReplica, ExaminedServer, ExaminedStore, FindingLevel,
+    PolicyMemory,
+};
 use crate::clock;
 use crate::limiter::Algorithm;
 use crate::policy::{Policy, PolicyTable};
 use crate::store::redis::{
     PERMISSION_REMEDY, PolicyKeySample, RedisConnectionError, RedisDiagnosis, RedisSettings,
-    diagnose_redis,
+    ServerFacts, diagnose_redis,
 };
 use std::collections::{BTreeMap, BTreeSet};
-
-/// Advice for a check that failed because of a missing permission.
-const PERMISSION_ADVICE: &str = "grant what the findings about permissions name";
 
 /// Examines the servers of `redis`, or reports that the store is memory.
 pub(crate) async fn examine_store(
@@ -96,29 +94,33 @@ fn fault(check: &'static str, found: impl Into<String>, advice: &str) -> DoctorF
     finding(FindingLevel::Fault, check, found, advice)
 }
 
+/// The level of a value: a warning and a fault each from a threshold on.
+fn level_from(value: u64, warning_from: u64, fault_from: u64) -> FindingLevel {
+    match value {
+        value if value >= fault_from => FindingLevel::Fault,
+        value if value >= warning_from => FindingLevel::Warning,
+        _ => FindingLevel::Ok,
+    }
+}
+
 /// A check without a result, and why.
 fn unknown(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
-    let advice = match error.remedy() {
-        PERMISSION_REMEDY => PERMISSION_ADVICE,
-        _ => {
-            "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)"
-        }
-    };
-    finding(
-        FindingLevel::Unknown,
-        check,
-        quote_error(what, error),
-        advice,
-    )
+    let advice = "run `tidegate doctor` again; if this stays, compare the network and the load of Redis (SLOWLOG, LATENCY DOCTOR)";
+    let advice = permission_advice(error).unwrap_or(advice);
+    let found = quote_error(what, error);
+    finding(FindingLevel::Unknown, check, found, advice)
 }
 
 /// A fault that quotes the error of the server or the system, with advice for its kind.
 fn failure(check: &'static str, what: &str, error: &RedisConnectionError) -> DoctorFinding {
-    let advice = match error.remedy() {
-        PERMISSION_REMEDY => PERMISSION_ADVICE,
-        remedy => remedy,
-    };
+    let advice = permission_advice(error).unwrap_or(error.remedy());
     fault(check, quote_error(what, error), advice)
+}
+
+/// Advice for a check that failed because of a missing permission.
+fn permission_advice(error: &RedisConnectionError) -> Option<&'static str> {
+    let advice = "grant what the findings about permissions name";
+    (error.remedy() == PERMISSION_REMEDY).then_some(advice)
 }
 
 fn quote_error(what: &str, error: &RedisConnectionError) -> String {
@@ -138,6 +140,50 @@ fn finding(
         server: None,
         found: found.into(),
         advice: (level != FindingLevel::Ok).then(|| advice.to_owned()),
+    }
+}
+
+/// The figures of one server.
+#[allow(
+    clippy::cast_precision_loss,
+    reason = "latencies and clock differences are far below 2^53 µs"
+)]
+fn describe_server(address: &str, facts: &ServerFacts) -> ExaminedServer {
+    let info = facts.info.as_ref().ok();
+    let text = |name: &str| info.and_then(|info| info.text(name)).map(str::to_owned);
+    let number = |name: &str| info.and_then(|info| info.number(name));
+    let replicas = info.map(|info| {
+        let replicas = info.replicas().map(|replica| ExaminedReplica {
+            address: replica.address,
+            state: replica.state.to_owned(),
+            behind_bytes: replica.behind_bytes,
+            lag_s: replica.lag_s,
+        });
+        replicas.collect()
+    });
+    let latency = facts.latency.as_ref().ok();
+    let clock = facts.clock.as_ref().ok();
+    let denied = facts.denied_commands.as_ref().ok();
+    let denied = denied.map(|denied| denied.iter().map(|one| one.command.to_owned()).collect());
+    let to_ms = |us: u64| us as f64 / 1000.0;
+    ExaminedServer {
+        address: address.to_owned(),
+        version: text("redis_version"),
+        valkey_version: text("valkey_version"),
+        mode: text("redis_mode"),
+        role: text("role"),
+        uptime_s: number("uptime_in_seconds"),
+        memory_bytes: number("used_memory"),
+        memory_max_bytes: number("maxmemory").filter(|max| *max > 0),
+        maxmemory_policy: text("maxmemory_policy"),
+        append_only_file: text("aof_enabled").map(|enabled| enabled == "1"),
+        replicas,
+        clock_ahead_ms: clock.map(|clock| clock.ahead_us as f64 / 1000.0),
+        clock_error_ms: clock.map(|clock| to_ms(clock.error_us)),
+        latency_p50_ms: latency.map(|latency| to_ms(latency.p50_us)),
+        latency_p99_ms: latency.map(|latency| to_ms(latency.p99_us)),
+        denied_commands: denied,
+        scanned_share: facts.keys.as_ref().ok().map(|keys| keys.scanned_share),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Explains the decision about a described request, for `tidegate explain` and the admin endpoint.
 
-use super::limit_documents::{describe_limit, describe_limit_status, micros_to_seconds};
+use super::key_status::{describe_limit, describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
 use crate::admin::{
     AdminError, ExpectedOutcome, ExplainRequest, ExplainedKey, ExplainedPolicy,
@@ -73,14 +73,11 @@ pub(crate) async fn explain_request<'t>(
 }
 
 fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, String> {
-    let method: Method = description
-        .method
-        .parse()
-        .map_err(|error| format!("method {:?}: {error}", description.method))?;
-    let uri: Uri = description
-        .url
-        .parse()
-        .map_err(|error| format!("{:?} is no URL: {error}", description.url))?;
+    let ExplainRequest { method, url, .. } = description;
+    let parsed = method.parse::<Method>();
+    let method = parsed.map_err(|error| format!("method {method:?}: {error}"))?;
+    let parsed = url.parse::<Uri>();
+    let uri = parsed.map_err(|error| format!("{url:?} is no URL: {error}"))?;
     let mut request = Request::builder().method(method);
     let mut has_host = false;
     for (name, value) in &description.headers {
@@ -93,17 +90,11 @@ fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, St
         request = request.header(name, value);
     }
     if !has_host {
-        request = request.header(
-            "host",
-            uri.authority()
-                .map_or("localhost", |authority| authority.as_str()),
-        );
+        let authority = uri.authority().map(|authority| authority.as_str());
+        request = request.header("host", authority.unwrap_or("localhost"));
     }
-    let request = request
-        .uri(uri)
-        .body(())
-        .map_err(|error| error.to_string())?;
-    Ok(request.into_parts().0)
+    let request = request.uri(uri).body(());
+    Ok(request.map_err(|error| error.to_string())?.into_parts().0)
 }
 
 /// Predicts the result of a request. If `is_usage_known` is false, the statuses assume no usage.
@@ -116,9 +107,11 @@ fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) ->
         let name = policy.name.to_string();
         match step {
             PolicyStep::Denies | PolicyStep::DeniesKey(_) => {
-                return new_outcome(Some("denied"), Some(403), [name]);
+                return new_outcome("denied", Some(403), vec![name], "");
             }
-            PolicyStep::InvalidKey(_) => return new_outcome(Some("malformed"), Some(400), [name]),
+            PolicyStep::InvalidKey(_) => {
+                return new_outcome("malformed", Some(400), vec![name], "");
+            }
             PolicyStep::Limits(limits) => {
                 has_limits = true;
                 let mut statuses = limits.statuses.iter();
@@ -139,43 +132,40 @@ fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) ->
         }
     }
     let is_store_down = explanation.store.is_err();
-    let (decision, status, by, why) = match (has_limits, is_store_down, closed.is_empty()) {
-        (false, ..) => (Some("allowed"), None, Vec::new(), "no limit applies"),
-        (true, true, true) if local.is_empty() => {
-            let why = "admitted: on_store_failure = \"open\"";
-            (Some("degraded"), None, local, why)
-        }
-        (true, true, true) => (
-            Some("degraded"),
-            None,
-            local,
-            "each instance counts by itself",
+    match (has_limits, is_store_down, closed.is_empty()) {
+        (false, ..) => new_outcome("allowed", None, Vec::new(), "no limit applies"),
+        (true, true, false) => new_outcome(
+            "degraded",
+            Some(503),
+            closed,
+            "on_store_failure = \"closed\"",
         ),
-        (true, true, false) => {
-            let why = "on_store_failure = \"closed\"";
-            (Some("degraded"), Some(503), closed, why)
+        (true, true, true) => {
+            let why = if local.is_empty() {
+                "admitted: on_store_failure = \"open\""
+            } else {
+                "each instance counts by itself"
+            };
+            new_outcome("degraded", None, local, why)
         }
-        _ if !exhausted.is_empty() => (Some("rejected"), Some(429), exhausted, ""),
-        _ if !has_unknown_status => (Some("allowed"), None, Vec::new(), ""),
-        _ => (None, None, Vec::new(), "the counters cannot be read"),
-    };
-    ExpectedOutcome {
-        why: (!why.is_empty()).then(|| why.to_owned()),
-        ..new_outcome(decision, status, by)
+        _ if !exhausted.is_empty() => new_outcome("rejected", Some(429), exhausted, ""),
+        _ if !has_unknown_status => new_outcome("allowed", None, Vec::new(), ""),
+        _ => new_outcome(None, None, Vec::new(), "the counters cannot be read"),
     }
 }
 
+/// An empty `why` or `by` is left out.
 fn new_outcome(
-    decision: Option<&'static str>,
+    decision: impl Into<Option<&'static str>>,
     status: Option<u16>,
-    by: impl Into<Vec<String>>,
+    by: Vec<String>,
+    why: &str,
 ) -> ExpectedOutcome {
-    let by: Vec<String> = by.into();
     ExpectedOutcome {
         status,
-        decision: decision.map(str::to_owned),
+        decision: decision.into().map(str::to_owned),
         by: (!by.is_empty()).then_some(by),
-        why: None,
+        why: (!why.is_empty()).then(|| why.to_owned()),
     }
 }
 
@@ -193,11 +183,8 @@ impl ExplainedRequest<'_> {
         let explanation = &self.explanation;
         let now_us = explanation.store.as_ref().ok().copied().flatten();
         let steps = explanation.steps.iter();
-        let rejected = self.rejection.as_ref().map(|why| ExpectedOutcome {
-            status: Some(400),
-            why: Some(why.clone()),
-            ..ExpectedOutcome::default()
-        });
+        let rejected = self.rejection.as_ref();
+        let rejected = rejected.map(|why| new_outcome(None, Some(400), Vec::new(), why));
         ExplanationDocument {
             expected: rejected.unwrap_or_else(|| predict_outcome(explanation, is_usage_known)),
             policies: steps
@@ -257,11 +244,12 @@ fn describe_step(
             } else {
                 ""
             };
-            let words = format!(
-                "matches: key {}, cost {}{scope}",
-                limits.own.key, limits.cost
-            );
-            ("limits", None, words)
+            let (key, cost) = (&limits.own.key, limits.cost);
+            (
+                "limits",
+                None,
+                format!("matches: key {key}, cost {cost}{scope}"),
+            )
         }
     };
     let mode = effective_mode(policy, step);

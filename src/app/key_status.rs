@@ -1,16 +1,20 @@
-//! Reads and resets one key of a policy, for `tidegate keys` and the admin endpoint.
+//! Describes limits, and reads and resets one key of a policy, for operators.
 
-use super::limit_documents::{describe_limit_status, micros_to_seconds};
 use super::store_backend::StoreBackend;
-use crate::admin::{AdminError, KeyDocument, KeyResetDocument};
-use crate::limiter::{Key, Limit, LimitCharge, LimitStatus, ListedValue, PolicyCharges};
+use crate::admin::{AdminError, KeyResetDocument, LimitDocument, LimitUsage};
+use crate::config::format_period;
+use crate::limiter::{
+    Algorithm, Key, Limit, LimitCharge, LimitStatus, ListedValue, OverrideInEffect, PolicyCharges,
+};
 use crate::policy::{
     NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::Store;
+use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Maximum number of names that an error lists.
 const MAX_LISTED_NAMES: usize = 20;
@@ -33,10 +37,10 @@ pub(crate) struct ResolvedKey<'t> {
 #[derive(Debug)]
 pub(super) struct KeyStatus {
     /// Time of the store's clock, in microseconds.
-    pub(crate) now_us: u64,
-    pub(crate) blocked_until_us: Option<u64>,
+    pub(super) now_us: u64,
+    pub(super) blocked_until_us: Option<u64>,
     /// Statuses in the order of the key's limits.
-    pub(crate) limit_statuses: Vec<LimitStatus>,
+    pub(super) limit_statuses: Vec<LimitStatus>,
 }
 
 /// Resolves a key by its values: one per position, empty if absent.
@@ -97,28 +101,23 @@ pub(crate) fn find_limiting_policy<'t>(
     let policies = table.policies();
     let Some(policy) = policies.iter().find(|known| *known.name == *policy) else {
         let names: BTreeSet<&str> = policies.iter().map(|policy| &*policy.name).collect();
-        if names.is_empty() {
-            return Err(AdminError::NotFound(format!(
-                "unknown policy {policy:?}: the configuration has no policies; expected --config \
-                 with the proxy's configuration"
-            )));
-        }
         let more = if names.len() > MAX_LISTED_NAMES {
             ", ..."
         } else {
             ""
         };
-        let names: Vec<&str> = names.into_iter().take(MAX_LISTED_NAMES).collect();
+        let listed: Vec<&str> = names.iter().copied().take(MAX_LISTED_NAMES).collect();
+        let hint = match names.len() {
+            0 => ": the configuration has no policies; expected --config with the proxy's configuration".to_owned(),
+            _ => format!("; expected one of {}{more}", listed.join(", ")),
+        };
         return Err(AdminError::NotFound(format!(
-            "unknown policy {policy:?}; expected one of {}{more}",
-            names.join(", ")
+            "unknown policy {policy:?}{hint}"
         )));
     };
     let PolicyAction::Limit(quota) = &policy.action else {
-        return Err(AdminError::InvalidRequest(format!(
-            "policy {} has no limits",
-            policy.name
-        )));
+        let why = format!("policy {} has no limits", policy.name);
+        return Err(AdminError::InvalidRequest(why));
     };
     Ok((policy, quota))
 }
@@ -180,48 +179,6 @@ impl ResolvedKey<'_> {
             blocked_until_us,
             limit_statuses: statuses.collect(),
         })
-    }
-
-    /// Whether a request of the lowest cost would be rejected.
-    fn is_exhausted(&self, status: &KeyStatus) -> bool {
-        let min_cost = self.quota.cost.min_units();
-        status.blocked_until_us.is_some()
-            || status
-                .limit_statuses
-                .iter()
-                .any(|status| status.remaining < min_cost)
-    }
-
-    /// Describes the status of the key. `override_words` describes its override in the store.
-    pub(super) fn describe_status(
-        &self,
-        status: &KeyStatus,
-        override_words: Option<String>,
-    ) -> KeyDocument {
-        let limits = self.limits.iter().zip(&status.limit_statuses);
-        let limits = limits
-            .map(|(named, limit_status)| describe_limit_status(named, limit_status, status.now_us));
-        let (admitted, override_rule) = match self.rule {
-            OverrideRule::Limit(_) => (!self.is_exhausted(status), None),
-            OverrideRule::Allow => (true, Some("allow")),
-            OverrideRule::Deny => (false, Some("deny")),
-            OverrideRule::Off => (true, Some("off")),
-        };
-        KeyDocument {
-            policy: self.policy.name.to_string(),
-            key: self.key.to_readable_string(),
-            key_hash: Some(format!("{:032x}", self.key.id())),
-            admitted,
-            mode: self.mode.name().to_owned(),
-            scope: self.key.scope().name().to_owned(),
-            shadow: self.mode == PolicyMode::Shadow,
-            least_cost: self.quota.cost.min_units(),
-            blocked_s: status.blocked_s(),
-            limits: limits.collect(),
-            override_words,
-            override_rule: override_rule.map(str::to_owned),
-            counters: None,
-        }
     }
 
     /// Deletes the counters of the key, or only those of one limit.
@@ -288,8 +245,91 @@ impl ResolvedKey<'_> {
 
 impl KeyStatus {
     /// Seconds until the block ends, if the key is blocked.
-    fn blocked_s(&self) -> Option<f64> {
+    pub(super) fn blocked_s(&self) -> Option<f64> {
         let until_us = self.blocked_until_us?;
         Some(micros_to_seconds(until_us.saturating_sub(self.now_us)))
     }
+}
+
+/// Describes a limit, with the names of the configuration and durations in seconds.
+pub(crate) fn describe_limit(named: &NamedLimit) -> LimitDocument {
+    let limit = &named.limit;
+    let (mut per, mut tz) = (Some(format_period(limit)), None);
+    let mut details = Map::new();
+    let mut add = |name: &str, value: Value| drop(details.insert(name.to_owned(), value));
+    let seconds = |us| json!(micros_to_seconds(us));
+    match limit.algorithm {
+        Algorithm::SlidingWindow { buckets } => add("buckets", json!(buckets)),
+        Algorithm::FixedWindow { offset_us } => add("offset_s", seconds(offset_us)),
+        Algorithm::TokenBucket { burst, warm_up_us } => {
+            add("burst", json!(burst));
+            add("warm_up_s", seconds(warm_up_us));
+        }
+        Algorithm::LeakyBucket { max_delay_us } => add("max_delay_s", seconds(max_delay_us)),
+        Algorithm::Concurrency { max_duration_us } => {
+            per = None;
+            add("max_duration_s", seconds(max_duration_us));
+            add("release", json!(named.release.name()));
+        }
+        Algorithm::CalendarWindow { calendar } => {
+            per = Some(calendar.unit().as_str().to_owned());
+            tz = Some(calendar.zone_name().to_owned());
+        }
+        Algorithm::SlidingLog | Algorithm::Block => {}
+    }
+    if per.is_some() {
+        add("per_s", seconds(limit.per_us));
+    }
+    if let Some(source) = &named.amount {
+        add("max", json!(source.max));
+    }
+    if let Some(unit) = &named.unit {
+        add("unit", json!(unit));
+    }
+    LimitDocument {
+        name: named.name.to_string(),
+        algorithm: limit.algorithm.into_str().to_owned(),
+        requests: limit.requests,
+        per,
+        tz,
+        requests_from: named.amount.as_ref().map(|source| source.field.to_string()),
+        details,
+        ..LimitDocument::default()
+    }
+}
+
+/// Describes a limit with its status at `now_us`. A limit of a key with an override has the amounts
+/// in effect.
+pub(crate) fn describe_limit_status(
+    named: &NamedLimit,
+    status: &LimitStatus,
+    now_us: u64,
+) -> LimitDocument {
+    let in_effect = NamedLimit {
+        limit: status.limit_in_effect(&named.limit),
+        ..named.clone()
+    };
+    let override_kind = status.in_effect.and_then(|in_effect| match in_effect {
+        OverrideInEffect::Unlimited => Some("unlimited"),
+        OverrideInEffect::Blocked => Some("blocked"),
+        OverrideInEffect::Amounts { .. } => Some("limits"),
+        OverrideInEffect::StatedAmounts { .. } => None,
+    });
+    let usage = LimitUsage {
+        used: in_effect.limit.capacity().saturating_sub(status.remaining),
+        remaining: status.remaining,
+        grows_in_s: status
+            .next_growth_us
+            .map(|at_us| micros_to_seconds(at_us.saturating_sub(now_us))),
+    };
+    LimitDocument {
+        override_kind: override_kind.map(str::to_owned),
+        is_stated: override_kind.is_none() && status.in_effect.is_some(),
+        usage: (!status.is_unlimited()).then_some(usage),
+        ..describe_limit(&in_effect)
+    }
+}
+
+pub(crate) fn micros_to_seconds(us: u64) -> f64 {
+    Duration::from_micros(us).as_secs_f64()
 }

@@ -1,10 +1,11 @@
 //! The overrides of the store that a configuration names.
 
-use super::key_status::ResolvedKey;
+use super::key_status::{ResolvedKey, describe_limit_status};
 use super::overrides::{describe_override, describe_rule, format_time_ms, merge_amounts};
 use super::store_backend::StoreBackend;
 use crate::admin::{AdminError, KeyDocument};
 use crate::limiter::Key;
+use crate::policy::{OverrideRule, PolicyMode};
 use crate::store::redis::{CounterInspector, RedisConnectionError};
 use crate::store::{MAX_MEMORY_OVERRIDES, MemoryStore, StoredOverride};
 use serde::Serialize;
@@ -101,7 +102,17 @@ impl OverrideStore {
             if let Some(previous) = previous.as_ref().filter(|last| !last.is_expired(now_us)) {
                 merge_amounts(previous, &mut stored).map_err(AdminError::InvalidRequest)?;
             }
-            if self.replace(previous.as_ref(), &stored).await? {
+            let is_replaced = match self {
+                Self::Memory(memory) => memory
+                    .replace_override(previous.as_ref(), stored.clone())
+                    .ok_or_else(override_table_full_error)?,
+                Self::Redis(inspector) => {
+                    inspector
+                        .replace_override(previous.as_ref(), &stored)
+                        .await?
+                }
+            };
+            if is_replaced {
                 let change = OverrideChange::new(&stored.key, previous.as_ref(), Some(&stored));
                 return Ok((stored, change));
             }
@@ -109,20 +120,6 @@ impl OverrideStore {
         Err(AdminError::Unavailable(
             "other commands change this override at the same time; try again".to_owned(),
         ))
-    }
-
-    async fn replace(
-        &self,
-        previous: Option<&StoredOverride>,
-        stored: &StoredOverride,
-    ) -> Result<bool, AdminError> {
-        match self {
-            Self::Memory(memory) => {
-                let replaced = memory.replace_override(previous, stored.clone());
-                replaced.ok_or_else(override_table_full_error)
-            }
-            Self::Redis(inspector) => Ok(inspector.replace_override(previous, stored).await?),
-        }
     }
 
     /// Passes all overrides to `visit`, in no order, until it returns false.
@@ -142,8 +139,6 @@ impl OverrideStore {
         }
     }
 }
-
-const SET_MESSAGE: &str = "override set by an operator";
 
 /// A change of one override, as an audit line states it.
 #[derive(Debug, Serialize)]
@@ -172,7 +167,7 @@ impl OverrideChange {
         let remarks = new.or(old)?;
         Some(Self {
             message: match new {
-                Some(_) => SET_MESSAGE,
+                Some(_) => "override set by an operator",
                 None => "override removed by an operator",
             },
             policy: key.policy_name().to_owned(),
@@ -188,31 +183,18 @@ impl OverrideChange {
 
     /// Writes the audit line to the log of this process.
     pub(crate) fn log(&self) {
-        let (author, note) = (self.author.as_deref(), self.note.as_deref());
-        match self.message {
-            SET_MESSAGE => tracing::info!(
-                policy = self.policy,
-                key = self.key,
-                override_key = self.override_key,
-                old = self.old,
-                new = self.new,
-                expires_at = self.expires_at,
-                author,
-                note,
-                "override set by an operator"
-            ),
-            _ => tracing::info!(
-                policy = self.policy,
-                key = self.key,
-                override_key = self.override_key,
-                old = self.old,
-                new = self.new,
-                expires_at = self.expires_at,
-                author,
-                note,
-                "override removed by an operator"
-            ),
-        }
+        tracing::info!(
+            policy = self.policy,
+            key = self.key,
+            override_key = self.override_key,
+            old = self.old,
+            new = self.new,
+            expires_at = self.expires_at,
+            author = self.author.as_deref(),
+            note = self.note.as_deref(),
+            "{}",
+            self.message
+        );
     }
 }
 
@@ -222,25 +204,48 @@ fn override_table_full_error() -> AdminError {
     ))
 }
 
-/// Reads and describes the status of a key, and its override in the store.
-///
-/// # Errors
-/// If Redis does not answer.
-pub(crate) async fn inspect_key(
-    stores: &StoreBackend,
-    resolved: &ResolvedKey<'_>,
-) -> Result<KeyDocument, AdminError> {
-    let status = resolved.read_status(stores).await?;
-    let stored = if resolved.quota.is_dynamic {
-        OverrideStore::open(stores)
-            .await?
-            .find(&resolved.key)
-            .await?
-    } else {
-        None
-    };
-    let current = stored.filter(|stored| !stored.is_expired(status.now_us));
-    Ok(resolved.describe_status(&status, current.as_ref().map(describe_override)))
+impl ResolvedKey<'_> {
+    /// Reads and describes the status of the key, and its override in the store.
+    ///
+    /// # Errors
+    /// If Redis does not answer.
+    pub(crate) async fn inspect(&self, stores: &StoreBackend) -> Result<KeyDocument, AdminError> {
+        let status = self.read_status(stores).await?;
+        let stored = if self.quota.is_dynamic {
+            OverrideStore::open(stores).await?.find(&self.key).await?
+        } else {
+            None
+        };
+        let current = stored.filter(|stored| !stored.is_expired(status.now_us));
+        let limits = self.limits.iter().zip(&status.limit_statuses);
+        let limits = limits
+            .map(|(named, limit_status)| describe_limit_status(named, limit_status, status.now_us));
+        let least_cost = self.quota.cost.min_units();
+        let mut statuses = status.limit_statuses.iter();
+        let is_exhausted = status.blocked_until_us.is_some()
+            || statuses.any(|status| status.remaining < least_cost);
+        let (admitted, override_rule) = match self.rule {
+            OverrideRule::Limit(_) => (!is_exhausted, None),
+            OverrideRule::Allow => (true, Some("allow")),
+            OverrideRule::Deny => (false, Some("deny")),
+            OverrideRule::Off => (true, Some("off")),
+        };
+        Ok(KeyDocument {
+            policy: self.policy.name.to_string(),
+            key: self.key.to_readable_string(),
+            key_hash: Some(format!("{:032x}", self.key.id())),
+            admitted,
+            mode: self.mode.name().to_owned(),
+            scope: self.key.scope().name().to_owned(),
+            shadow: self.mode == PolicyMode::Shadow,
+            least_cost,
+            blocked_s: status.blocked_s(),
+            limits: limits.collect(),
+            override_words: current.as_ref().map(describe_override),
+            override_rule: override_rule.map(str::to_owned),
+            counters: None,
+        })
+    }
 }
 
 /// Up to `max_listed` of the overrides that were found, by key, and whether there are more.

@@ -5,32 +5,28 @@ use std::io;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-/// Handle that starts a drain.
-#[derive(Clone, Debug)]
-pub(super) struct ShutdownHandle(watch::Sender<ShutdownSignal>);
-
-impl ShutdownHandle {
-    /// Starts a drain. Does nothing if a shutdown has already begun.
-    pub(super) fn begin_drain(&self, asked_by: &str) {
-        let is_first_request = self.0.send_if_modified(|state| {
-            let is_first_request = *state < ShutdownSignal::Drain;
-            if is_first_request {
-                *state = ShutdownSignal::Drain;
-            }
-            is_first_request
-        });
+/// Starts a drain. Does nothing if a shutdown has already begun.
+pub(super) fn begin_drain(shutdown: &watch::Sender<ShutdownSignal>, asked_by: &str) {
+    let is_first_request = shutdown.send_if_modified(|state| {
+        let is_first_request = *state < ShutdownSignal::Drain;
         if is_first_request {
-            tracing::info!(asked_by, "stopping; requests in flight may finish");
+            *state = ShutdownSignal::Drain;
         }
+        is_first_request
+    });
+    if is_first_request {
+        tracing::info!(asked_by, "stopping; requests in flight may finish");
     }
 }
 
 /// Installs the handlers of SIGTERM and SIGINT: the first signal starts a drain, the second one an
 /// immediate stop.
-pub(super) fn install_signal_handlers()
--> io::Result<(ShutdownHandle, watch::Receiver<ShutdownSignal>)> {
+pub(super) fn install_signal_handlers() -> io::Result<(
+    watch::Sender<ShutdownSignal>,
+    watch::Receiver<ShutdownSignal>,
+)> {
     let (sender, stop) = watch::channel(ShutdownSignal::Run);
-    let shutdown_handle = ShutdownHandle(sender.clone());
+    let shutdown = sender.clone();
     let (mut term, mut interrupt) = (
         signal(SignalKind::terminate())?,
         signal(SignalKind::interrupt())?,
@@ -50,5 +46,5 @@ pub(super) fn install_signal_handlers()
         // This task keeps the sender alive, because dropping it would start a drain.
         std::future::pending::<()>().await;
     });
-    Ok((shutdown_handle, stop))
+    Ok((shutdown, stop))
 }

@@ -4,7 +4,7 @@ use crate::admin::AdminError;
 use crate::clock::Clock;
 use crate::config::StoreSettings;
 use crate::store::redis::{
-    CounterInspector, MemberList, RedisConnectionError, RedisOutage, RedisSettings, RedisStore,
+    CounterInspector, RedisConnectionError, RedisOutage, RedisSettings, RedisStore,
     SharedRedisState,
 };
 use crate::store::{LeasePool, MemoryStore, Store, StoreUnavailable};
@@ -104,19 +104,10 @@ impl StoreBackend {
             }
         }
     }
-
-    /// Lists the instances that share the limits; `None` if no others can.
-    pub(super) async fn list_members(&self) -> Result<Option<MemberList>, AdminError> {
-        let Some(shared) = self.redis() else {
-            return Ok(None);
-        };
-        // A new connection: each worker owns its connections, on a runtime of its own.
-        let inspector = connect(shared).await?;
-        Ok(Some(inspector.list_members().await?))
-    }
 }
 
-async fn connect(redis: &SharedRedisState) -> Result<CounterInspector, AdminError> {
+/// Connects to Redis anew: each worker owns its connections, on a runtime of its own.
+pub(super) async fn connect(redis: &SharedRedisState) -> Result<CounterInspector, AdminError> {
     let connected = CounterInspector::connect_with(redis).await;
     connected.map_err(|error| {
         AdminError::Unavailable(describe_redis_failure(redis.settings(), &error, None))

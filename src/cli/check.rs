@@ -37,11 +37,7 @@ pub(super) fn run(
             out.write_all(result.format_descriptions().as_bytes())
         }),
     };
-    if printed.is_ok() && is_valid {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    ExitCode::from(u8::from(printed.is_err() || !is_valid))
 }
 
 /// The result of loading one file.
@@ -96,19 +92,16 @@ impl CheckResult {
     }
 
     fn to_json(&self) -> Value {
-        let (policies, warnings, errors) = match &self.loaded {
-            Ok(config) => (
-                config.policy_descriptions.as_slice(),
-                config.warnings.as_slice(),
-                [].as_slice(),
-            ),
-            Err(report) => ([].as_slice(), [].as_slice(), report.diagnostics.as_slice()),
+        let (config, errors) = match &self.loaded {
+            Ok(config) => (Some(config), [].as_slice()),
+            Err(report) => (None, report.diagnostics.as_slice()),
         };
-        let notes = self.loaded.as_ref().map_or_else(|_| Vec::new(), notes_of);
-        let policies = policies.iter().map(
+        let policies = config.iter().flat_map(|config| &config.policy_descriptions);
+        let warnings = config.iter().flat_map(|config| &config.warnings);
+        let policies = policies.map(
             |words| json!({ "policy": words.policy, "off": words.is_off, "means": words.sentence }),
         );
-        let addresses = self.loaded.iter().flat_map(Config::summarize_addresses);
+        let addresses = config.into_iter().flat_map(Config::summarize_addresses);
         let addresses: Map<String, Value> = addresses
             .map(|(name, text)| (name.to_owned(), text.into()))
             .collect();
@@ -119,8 +112,8 @@ impl CheckResult {
             "addresses": addresses,
             "policies": policies.collect::<Vec<_>>(),
             "errors": errors.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
-            "warnings": warnings.iter().map(diagnostic_to_json).collect::<Vec<_>>(),
-            "notes": notes,
+            "warnings": warnings.map(diagnostic_to_json).collect::<Vec<_>>(),
+            "notes": config.map_or(Vec::new(), notes_of),
         })
     }
 }

@@ -1,11 +1,11 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
 use super::output::{CheckOptions, CommandError, CommandOutput, block_on, format_answer};
-use crate::admin::{DoctorFinding, DoctorReport, ExaminedStore, PolicyMemory};
+use crate::admin::{DoctorReport, ExaminedStore};
 use crate::app::doctor::{self, format_bytes};
-use crate::config::{self, Config, ConfigSources, StoreSettings};
+use crate::config::{self, ConfigSources, StoreSettings};
 use crate::proxy::ListenerKind;
-use crate::text::{count_noun, escape_unprintable, wrap_text};
+use crate::text::{count_noun, escape_unprintable, wrap_indented};
 use std::process::ExitCode;
 
 /// Width of the texts of findings.
@@ -24,7 +24,15 @@ pub(super) fn run(
     options: CheckOptions,
 ) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
-    let report = block_on(examine_configured_store(&config))?;
+    let redis = match &config.store {
+        StoreSettings::Memory(_) => None,
+        StoreSettings::Redis(settings) => Some(&**settings),
+    };
+    let mut listeners = config.service_listeners.iter();
+    let serves_rate_limit_service =
+        listeners.any(|settings| settings.kind == ListenerKind::RateLimitService);
+    let examined = doctor::examine_store(redis, &config.policy_table, serves_rate_limit_service);
+    let report = block_on(examined)?;
     Ok(CommandOutput {
         text: format_answer(&report, render_text, options.json),
         code: if report.faults > 0 || options.strict && report.warnings > 0 {
@@ -35,18 +43,6 @@ pub(super) fn run(
             ExitCode::SUCCESS
         },
     })
-}
-
-async fn examine_configured_store(config: &Config) -> DoctorReport {
-    let redis = match &config.store {
-        StoreSettings::Memory(_) => None,
-        StoreSettings::Redis(settings) => Some(&**settings),
-    };
-    let serves_rate_limit_service = config
-        .service_listeners
-        .iter()
-        .any(|settings| settings.kind == ListenerKind::RateLimitService);
-    doctor::examine_store(redis, &config.policy_table, serves_rate_limit_service).await
 }
 
 fn render_text(report: &DoctorReport) -> String {
@@ -66,7 +62,16 @@ fn render_text(report: &DoctorReport) -> String {
                 server.as_deref().unwrap_or("All servers")
             ));
         }
-        push_finding(&mut text, finding);
+        let start = format!("  {:<8} {:<12} ", finding.level.into_str(), finding.check);
+        let indent = format!("  {:<8} {:<12} -> ", "", "");
+        let found = escape_unprintable(&finding.found);
+        let advice = finding
+            .advice
+            .iter()
+            .map(|advice| (indent.as_str(), advice));
+        for (start, words) in std::iter::once((start.as_str(), &found)).chain(advice) {
+            text.push_str(&wrap_indented(start, words, start.len() + TEXT_WIDTH));
+        }
     }
     if !report.policies.is_empty() {
         text.push_str(&format!(
@@ -74,7 +79,10 @@ fn render_text(report: &DoctorReport) -> String {
             "POLICY", "COUNTERS", "MEMORY"
         ));
         for memory in &report.policies {
-            push_policy(&mut text, memory);
+            let name = memory.policy.as_deref().map(str::escape_debug);
+            let name = name.map_or_else(|| "(long keys)".to_owned(), |name| name.to_string());
+            let bytes = format_bytes(memory.bytes);
+            text.push_str(&format!("{name:<24} {:>12} {bytes:>12}\n", memory.counters));
         }
     }
     text.push_str(&summarize(report));
@@ -98,39 +106,4 @@ fn summarize(report: &DoctorReport) -> String {
             count_noun(unknown as u64, "check")
         ),
     }
-}
-
-fn push_finding(text: &mut String, finding: &DoctorFinding) {
-    let start = format!("  {:<8} {:<12} ", finding.level.into_str(), finding.check);
-    push_wrapped(text, &start, &escape_unprintable(&finding.found));
-    if let Some(advice) = &finding.advice {
-        push_wrapped(text, &format!("  {:<8} {:<12} -> ", "", ""), advice);
-    }
-}
-
-/// Appends words in lines of limited width. The first line starts with `start`, the others with
-/// spaces.
-fn push_wrapped(text: &mut String, start: &str, words: &str) {
-    let indent = " ".repeat(start.len());
-    for line in wrap_text(
-        words,
-        start.len() + TEXT_WIDTH,
-        [start, &indent],
-        usize::MAX,
-    ) {
-        text.push_str(line.trim_end());
-        text.push('\n');
-    }
-}
-
-fn push_policy(text: &mut String, memory: &PolicyMemory) {
-    let name = memory.policy.as_deref().map_or_else(
-        || "(long keys)".to_owned(),
-        |name| name.escape_debug().to_string(),
-    );
-    text.push_str(&format!(
-        "{name:<24} {:>12} {:>12}\n",
-        memory.counters,
-        format_bytes(memory.bytes)
-    ));
 }

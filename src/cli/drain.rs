@@ -37,7 +37,12 @@ pub(super) fn run(
         if response.status() != StatusCode::ACCEPTED {
             return Err(client.describe_refusal(&response));
         }
-        let announced = || announced_drain_time(&serde_json::from_slice(response.body()).ok()?);
+        // The maximum shutdown time of the response.
+        let announced = || {
+            let announced: DrainDocument = serde_json::from_slice(response.body()).ok()?;
+            let duration = Duration::try_from_secs_f64(announced.delay_s + announced.grace_s);
+            duration.ok()?.checked_add(TIMEOUT_MARGIN)
+        };
         let timeout = timeout.or_else(announced).unwrap_or(TIMEOUT_MARGIN);
         while requested_at.elapsed() < timeout {
             if is_process_gone(&client).await {
@@ -56,13 +61,6 @@ pub(super) fn run(
             timeout.as_secs_f64()
         )))
     })?
-}
-
-/// Returns the maximum shutdown time from the response, plus [`TIMEOUT_MARGIN`].
-fn announced_drain_time(response: &DrainDocument) -> Option<Duration> {
-    Duration::try_from_secs_f64(response.delay_s + response.grace_s)
-        .ok()?
-        .checked_add(TIMEOUT_MARGIN)
 }
 
 async fn is_process_gone(client: &AdminClient) -> bool {

@@ -29,10 +29,7 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<CommandOutpu
         let result = json!({ "healthy": error.is_none(), "address": address, "status": status, "error": error });
         return Ok(CommandOutput {
             text: escape_json_for_display(&format!("{result}\n")),
-            code: match error {
-                None => ExitCode::SUCCESS,
-                Some(_) => ExitCode::FAILURE,
-            },
+            code: ExitCode::from(u8::from(error.is_some())),
         });
     }
     match error {

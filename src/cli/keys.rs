@@ -3,20 +3,18 @@
 //! proxy, which lists only keys with rejected requests.
 
 use super::admin_client::{AdminClient, build_target};
-use super::limit_status::{format_block, format_key_status, format_wait};
+use super::limit_status::{format_block, format_key_status};
 use super::output::{CommandError, block_on, format_answer, print_audit_line};
 use crate::admin::{
     AdminError, CounterDocument, CounterListDocument, KeyResetDocument, TopDocument,
 };
 use crate::app::StoreBackend;
-use crate::app::key_status::{ResolvedKey, find_limiting_policy, resolve_key};
-use crate::app::limit_documents::micros_to_seconds;
-use crate::app::override_store::inspect_key;
+use crate::app::key_status::{ResolvedKey, find_limiting_policy, micros_to_seconds, resolve_key};
 use crate::config::{self, Config, ConfigSources, format_period};
 use crate::limiter::Algorithm;
 use crate::policy::Policy;
 use crate::store::redis::{CounterInspector, RedisCounter};
-use crate::text::count_noun;
+use crate::text::{count_noun, format_wait};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -87,7 +85,7 @@ pub(super) fn run(
             }
             KeysCommand::Show(selector) => {
                 let found = selector.resolve_against_config(&config)?;
-                let status = inspect_key(&stores, &found).await?;
+                let status = found.inspect(&stores).await?;
                 Ok(format_answer(&status, format_key_status, as_json))
             }
             KeysCommand::Reset { key, limit } => {
@@ -118,13 +116,6 @@ fn find_policy<'c>(config: &'c Config, name: &str) -> Option<&'c Policy> {
     policies.find(|known| *known.name == *name)
 }
 
-/// The policies whose counters are in the memory of each instance.
-fn instance_policy_names(config: &Config) -> Vec<&str> {
-    let policies = config.policy_table.policies().iter();
-    let in_memory = policies.filter(|policy| policy.is_instance_scoped());
-    in_memory.map(|policy| &*policy.name).collect()
-}
-
 async fn list_counters(
     config: &Config,
     inspector: &CounterInspector,
@@ -150,7 +141,9 @@ async fn list_counters(
             "USED", "COUNTED BY", "FREES IN"
         );
         text.extend(counters.iter().map(format_counter));
-        let instance_policies = instance_policy_names(config);
+        let policies = config.policy_table.policies().iter();
+        let in_memory = policies.filter(|policy| policy.is_instance_scoped());
+        let instance_policies: Vec<&str> = in_memory.map(|policy| &*policy.name).collect();
         if policy.is_none() && !instance_policies.is_empty() {
             text.push_str(&format!(
                 "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
@@ -173,11 +166,15 @@ fn format_counter(counter: &RedisCounter) -> String {
         0 => "-".to_owned(),
         _ => format_wait(counter.next_release_in_us),
     };
+    let algorithm = counter.limit.algorithm.into_str();
+    let counted_by = match counter.limit.algorithm {
+        Algorithm::Block => algorithm.to_owned(),
+        _ => format!("{algorithm} per {}", format_period(&counter.limit)),
+    };
     let key = counter.readable_key.as_deref().unwrap_or(&counter.key);
     format!(
-        "{:>10}  {:<24} {frees_in:<14} {}\n",
+        "{:>10}  {counted_by:<24} {frees_in:<14} {}\n",
         counter.used_units,
-        describe_algorithm_and_period(counter),
         key.escape_debug()
     )
 }
@@ -228,26 +225,21 @@ async fn run_by_admin_port(
     command: &KeysCommand,
     as_json: bool,
 ) -> Result<String, CommandError> {
-    let (method, target, format_text): (_, _, fn(&Value) -> String) = match command {
+    let (method, target) = match command {
         KeysCommand::List { policy, most } => {
             let most = most.min(&MAX_RANKED_KEYS).to_string();
             let policy = policy.iter().map(|policy| ("policy", &**policy));
-            let target = build_target("/top", policy.chain([("n", &*most)]));
-            ("GET", target, |answer| {
-                format_rejected_keys(&read_answer(answer))
-            })
+            ("GET", build_target("/top", policy.chain([("n", &*most)])))
         }
-        KeysCommand::Show(key) => ("GET", key.query_target(None), |answer| {
-            format_key_status(&read_answer(answer))
-        }),
-        KeysCommand::Reset { key, limit } => {
-            let target = key.query_target(limit.as_deref());
-            ("DELETE", target, |answer| {
-                format_reset(&read_answer(answer))
-            })
-        }
+        KeysCommand::Show(key) => ("GET", key.query_target(None)),
+        KeysCommand::Reset { key, limit } => ("DELETE", key.query_target(limit.as_deref())),
     };
     let answer = client.request_json(method, &target).await?;
+    let format_text = |answer: &Value| match command {
+        KeysCommand::List { .. } => format_rejected_keys(&read_answer(answer)),
+        KeysCommand::Show(_) => format_key_status(&read_answer(answer)),
+        KeysCommand::Reset { .. } => format_reset(&read_answer(answer)),
+    };
     Ok(format_answer(&answer, format_text, as_json))
 }
 
@@ -299,13 +291,5 @@ impl KeySelector {
         config: &'c Config,
     ) -> Result<ResolvedKey<'c>, AdminError> {
         resolve_key(&config.policy_table, &self.policy, &self.values)
-    }
-}
-
-fn describe_algorithm_and_period(counter: &RedisCounter) -> String {
-    let name = counter.limit.algorithm.into_str();
-    match counter.limit.algorithm {
-        Algorithm::Block => name.to_owned(),
-        _ => format!("{name} per {}", format_period(&counter.limit)),
     }
 }

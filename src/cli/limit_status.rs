@@ -3,7 +3,7 @@
 use crate::admin::{KeyDocument, LimitDocument};
 use crate::config::format_period;
 use crate::limiter::Limit;
-use crate::text::escape_unprintable;
+use crate::text::{escape_unprintable, format_wait};
 use std::time::Duration;
 
 /// Formats the status of a key: the key, its block, and its limits.
@@ -103,16 +103,5 @@ fn format_quota(requests: u64, period: Option<&str>, algorithm: &str) -> String 
     match period {
         Some(period) => format!("{requests} per {period}, {algorithm}"),
         None => format!("{requests} at a time, {algorithm}"),
-    }
-}
-
-/// Formats a duration in at most two units: `1.5 s`, `12 m 30 s`, `3 h 5 m`.
-pub(super) fn format_wait(us: u64) -> String {
-    let seconds = us.div_ceil(1_000_000);
-    match seconds {
-        0..60 => format!("{}.{} s", us / 1_000_000, us % 1_000_000 / 100_000),
-        60..3600 => format!("{} m {} s", seconds / 60, seconds % 60),
-        3600..86_400 => format!("{} h {} m", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{} d {} h", seconds / 86_400, seconds % 86_400 / 3600),
     }
 }

@@ -58,7 +58,13 @@ impl CommandError {
     fn to_json(&self) -> Value {
         let errors: Vec<Value> = match self {
             Self::Config(errors) => errors.diagnostics.iter().map(diagnostic_to_json).collect(),
-            Self::Message(message) => vec![message_to_json(message)],
+            // It has the fields of an error in a configuration.
+            Self::Message(message) => {
+                let problem = strip_error_prefix(message);
+                vec![
+                    json!({ "source": null, "line": null, "column": null, "key": "", "problem": problem }),
+                ]
+            }
         };
         json!({ "ok": false, "errors": errors })
     }
@@ -163,8 +169,8 @@ pub(super) fn print_error(error: &CommandError, as_json: bool) -> ExitCode {
 pub(super) fn print_usage(error: &clap::Error, as_json: bool) -> ExitCode {
     if as_json && error.use_stderr() {
         let text = error.to_string();
-        let errors = [message_to_json(text.lines().next().unwrap_or_default())];
-        println!("{:#}", json!({ "ok": false, "errors": errors }));
+        let first_line = text.lines().next().unwrap_or_default();
+        println!("{:#}", CommandError::from(first_line).to_json());
     } else if error.print().is_err() {
         return ExitCode::FAILURE;
     }
@@ -195,10 +201,4 @@ pub(super) fn diagnostic_to_json(diagnostic: &ConfigDiagnostic) -> Value {
         "key": diagnostic.key,
         "problem": diagnostic.problem,
     })
-}
-
-/// An error that is not about a configuration has the fields of [`diagnostic_to_json`] too.
-fn message_to_json(message: &str) -> Value {
-    let problem = strip_error_prefix(message);
-    json!({ "source": null, "line": null, "column": null, "key": "", "problem": problem })
 }

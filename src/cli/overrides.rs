@@ -18,11 +18,8 @@ use crate::clock::Clock;
 use crate::config::{self, Config, ConfigSources};
 use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
-use crate::text::{count_noun, escape_unprintable};
-use csv_records::LineRange;
 use export::{ExportArguments, export_overrides};
-use import::{ImportArguments, ImportReport, import_file};
-use serde_json::{Value, json};
+use import::{ImportArguments, import_overrides};
 use store_client::StoreClient;
 
 #[derive(clap::Subcommand, Debug)]
@@ -131,12 +128,9 @@ pub(super) fn run(
                     policy: key.policy_name().to_owned(),
                     key: key.value_texts(),
                 };
-                let format_text = |removal: &OverrideRemovalDocument| {
-                    if removal.removed {
-                        format!("{key}: override removed\n")
-                    } else {
-                        format!("{key}: had no override\n")
-                    }
+                let format_text = |removal: &OverrideRemovalDocument| match removal.removed {
+                    true => format!("{key}: override removed\n"),
+                    false => format!("{key}: had no override\n"),
                 };
                 Ok(format_answer(&removal, format_text, as_json))
             }
@@ -168,13 +162,11 @@ async fn list_overrides(
     as_json: bool,
 ) -> Result<String, CommandError> {
     let mut found = Vec::new();
-    let add = |stored: StoredOverride| {
-        if policy.is_none_or(|policy| stored.key.policy_name() == policy) {
-            found.push(stored);
-        }
+    let visited = store.visit(policy, |stored| {
+        found.push(stored);
         found.len() <= max_listed
-    };
-    store.visit(add).await?;
+    });
+    visited.await?;
     let (listed, more) = sort_listing(found, max_listed);
     let format_text = |_: &OverrideListDocument| {
         let mut text: String = listed.iter().map(format_override).collect();
@@ -196,38 +188,6 @@ async fn list_overrides(
 fn format_stored_override(stored: &StoredOverride, as_json: bool) -> String {
     let document = describe_stored_override(stored);
     format_answer(&document, |_| format_override(stored), as_json)
-}
-
-/// Imports a file. Each wrong record is an error on stderr, and the command fails after all
-/// records.
-#[allow(clippy::print_stderr, reason = "errors appear while the import runs")]
-async fn import_overrides(
-    store: &StoreClient,
-    config: &Config,
-    arguments: &ImportArguments,
-    as_json: bool,
-) -> Result<String, CommandError> {
-    let report_error =
-        |lines: LineRange, why: &str| eprintln!("{lines}: {}", escape_unprintable(why));
-    let report = import_file(store, config, arguments, report_error).await?;
-    let ImportReport {
-        set_count,
-        error_count,
-    } = report;
-    if error_count > 0 {
-        let wrong = match error_count {
-            1 => "1 line is wrong and was not set".to_owned(),
-            many => format!("{many} lines are wrong and were not set"),
-        };
-        let set = match set_count {
-            1 => "1 override was set".to_owned(),
-            many => format!("{many} overrides were set"),
-        };
-        return Err(CommandError::Message(format!("{wrong}; {set}")));
-    }
-    let format_text = |_: &Value| format!("{} set\n", count_noun(set_count, "override"));
-    let answer = json!({ "set": set_count });
-    Ok(format_answer(&answer, format_text, as_json))
 }
 
 /// One line: the key, the rule, and what else is known.

@@ -7,7 +7,6 @@ pub(crate) mod informational_responses;
 pub(crate) mod replay_buffer;
 pub(crate) mod request;
 pub(crate) mod tunnel;
-pub(crate) mod websocket_frames;
 
 pub use request::RequestBody;
 pub(crate) use request::{RequestBodyLimits, RequestBodyProgress};

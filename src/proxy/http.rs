@@ -2,7 +2,6 @@
 //! rate-limit headers, bodies and local replies.
 
 pub(crate) mod access_log;
-pub(crate) mod client_cert;
 pub(crate) mod header_lines;
 pub(crate) mod headers;
 pub(crate) mod inbound_request;

@@ -10,11 +10,9 @@ mod acceptor;
 mod allocator_trim;
 mod connection;
 pub(crate) mod handler;
-pub(crate) mod handshake_error;
 mod listener;
 mod monitored_socket;
 mod parse_error_reply;
-pub(crate) mod transport;
 pub(crate) mod worker;
 
 use futures_util::future::{join_all, select_all};
@@ -22,21 +20,19 @@ use std::future::Future;
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
-use super::client_connection::connection_load::ServerLoad;
 use super::client_connection::connection_monitor::ConnectionDrain;
+use super::client_connection::open_connections::OpenConnections;
 use super::server::acceptor::ListenerAcceptor;
 use super::server::handler::RequestHandler;
-use super::server::listener::{ListenerConfig, ServerListener};
-use super::server::worker::{
-    WorkerPhase, WorkerThread, wait_until_workers_ready, worker_died_error,
-};
+use super::server::listener::ListenerConfig;
+use super::server::worker::{WorkerPhase, WorkerThread, worker_died_error};
 use super::settings::{ListenSettings, ListenerKind, ShutdownSettings};
-use crate::listen::ListenAddress;
+use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 use crate::tls::ReloadableServerTls;
 
 /// Time from which a draining connection without a request closes: the next request may be a round
@@ -51,9 +47,9 @@ const WEBSOCKET_CLOSE_TIME: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct ProxyServer {
     /// Workers refer to a listener by its index here.
-    listeners: Vec<ServerListener>,
+    listeners: Vec<(BoundSocket, Arc<ListenerConfig>)>,
     threads: usize,
-    load: ServerLoad,
+    connections: Arc<OpenConnections>,
 }
 
 impl ProxyServer {
@@ -63,7 +59,7 @@ impl ProxyServer {
         Self {
             listeners: Vec::new(),
             threads,
-            load: ServerLoad::new(threads),
+            connections: OpenConnections::new(threads),
         }
     }
 
@@ -85,10 +81,7 @@ impl ProxyServer {
             settings: settings.clone(),
             tls,
         };
-        self.listeners.push(ServerListener {
-            socket,
-            config: Arc::new(config),
-        });
+        self.listeners.push((socket, Arc::new(config)));
         Ok(address)
     }
 
@@ -99,21 +92,21 @@ impl ProxyServer {
     pub fn first_listener_address(&self) -> io::Result<ListenAddress> {
         let first = self.listeners.first();
         let first = first.ok_or_else(|| io::Error::other("the server has no listener"))?;
-        first.socket.address()
+        first.0.address()
     }
 
     /// Starts listening. Connections wait in the kernel's backlog until they are accepted.
     pub(crate) fn listen(&self) -> io::Result<()> {
-        self.listeners
-            .iter()
-            .try_for_each(|listener| listener.socket.socket.listen(listener::LISTEN_BACKLOG))?;
+        for (bound, _) in &self.listeners {
+            bound.socket.listen(listener::LISTEN_BACKLOG)?;
+        }
         listener::warn_if_backlog_is_cut();
         Ok(())
     }
 
     /// Live counters of the server, for metrics.
-    pub fn server_load(&self) -> ServerLoad {
-        self.load.clone()
+    pub fn server_load(&self) -> Arc<OpenConnections> {
+        Arc::clone(&self.connections)
     }
 
     /// Serves until `shutdown_signal` requests shutdown. A dropped sender counts as
@@ -138,33 +131,40 @@ impl ProxyServer {
         M: Fn(usize) -> F + Clone + Send + 'static,
         F: Future<Output = Rc<H>> + 'static,
     {
-        let first = self.listeners.first();
-        if let Some(limit) = first.and_then(|first| first.config.settings.max_memory) {
-            self.load.set_memory_limit(limit);
+        let configs = self.listeners.iter().map(|(_, config)| Arc::clone(config));
+        let configs: Vec<_> = configs.collect();
+        if let Some(limit) = configs.first().and_then(|first| first.settings.max_memory) {
+            self.connections
+                .memory_limit
+                .store(limit, Ordering::Relaxed);
         }
         let (phase, worker_phase) = watch::channel(WorkerPhase::Serve);
         let mut workers = Vec::new();
         for index in 0..self.threads {
             workers.push(WorkerThread::spawn(
                 index,
-                &self.listeners,
-                &self.load,
+                configs.clone(),
+                Arc::clone(&self.connections),
                 make_handler.clone(),
                 worker_phase.clone(),
             )?);
         }
         let mut drain_signal = shutdown_signal.clone();
-        tokio::select! {
-            biased;
-            () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
-            ready = wait_until_workers_ready(&mut workers) => ready?,
+        for worker in &mut workers {
+            tokio::select! {
+                biased;
+                () = wait_for_signal(&mut drain_signal, ShutdownSignal::Drain) => return Ok(0),
+                ready = &mut worker.ready => ready.map_err(|_dropped| worker_died_error())??,
+            }
         }
         self.listen()?;
         on_listening();
-        let listeners = self.listeners.into_iter().enumerate();
-        let acceptors =
-            listeners.map(|(index, listener)| ListenerAcceptor::new(index, listener, &workers));
-        let mut acceptors = acceptors.collect::<io::Result<Vec<_>>>()?;
+        let mut acceptors = Vec::new();
+        for (index, (socket, config)) in self.listeners.into_iter().enumerate() {
+            let (limit, connections) = (config.settings.max_connections, &self.connections);
+            let acceptor = ListenerAcceptor::new(Arc::clone(connections), index, limit, &workers);
+            acceptors.push((acceptor, socket.into_listener()?));
+        }
         let drain_delay_over = async {
             wait_for_signal(&mut drain_signal, ShutdownSignal::Drain).await;
             begin_drain(&phase, shutdown.delay, shutdown.grace);
@@ -172,7 +172,7 @@ impl ProxyServer {
         };
         let running = acceptors
             .iter_mut()
-            .map(|acceptor| Box::pin(acceptor.run(&self.load)));
+            .map(|(acceptor, listener)| Box::pin(acceptor.run(listener)));
         let first_failure = select_all(running);
         let accept_error = tokio::select! {
             biased;
@@ -182,8 +182,8 @@ impl ProxyServer {
         };
         // A failed acceptor drains without a delay.
         begin_drain(&phase, Duration::ZERO, shutdown.grace);
-        let (load, grace) = (&self.load, shutdown.grace);
-        let drained = drain_workers(acceptors, workers, load, grace, shutdown_signal, &phase).await;
+        let grace = shutdown.grace;
+        let drained = drain_workers(acceptors, workers, grace, shutdown_signal, &phase).await;
         accept_error.map_or(drained, Err)
     }
 }
@@ -231,51 +231,41 @@ async fn wait_for_signal(signal: &mut watch::Receiver<ShutdownSignal>, at_least:
 /// After `grace`, or at [`ShutdownSignal::Immediate`], makes the workers cut their connections by
 /// [`WorkerPhase::Cut`]. Returns the number of cut connections.
 async fn drain_workers(
-    acceptors: Vec<ListenerAcceptor>,
+    acceptors: Vec<(ListenerAcceptor, SocketListener)>,
     workers: Vec<WorkerThread>,
-    load: &ServerLoad,
     grace: Duration,
     mut shutdown_signal: watch::Receiver<ShutdownSignal>,
     phase: &watch::Sender<WorkerPhase>,
 ) -> io::Result<usize> {
     // Waiting for a busy worker counts against the grace period.
-    let drain_started = Instant::now();
+    let deadline = Instant::now() + grace;
     let acceptors = acceptors.into_iter();
-    let dispatch_pending = join_all(acceptors.map(|acceptor| acceptor.drain_backlog(load)));
-    tokio::select! {
-        biased;
-        () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => {}
-        dispatched = timeout(grace, dispatch_pending) => {
-            if dispatched.is_err() {
-                tracing::warn!(
-                    "accepted connections dropped at shutdown; no worker took them within the grace period"
-                );
-            }
+    let draining = acceptors.map(|(acceptor, listener)| acceptor.drain_backlog(listener));
+    let dispatch_pending = join_all(draining);
+    let mut ended = join_all(workers.into_iter().map(|worker| worker.ended));
+    let ended_in_time = async {
+        if timeout_at(deadline, dispatch_pending).await.is_err() {
+            tracing::warn!(
+                "accepted connections dropped at shutdown; no worker took them within the grace period"
+            );
         }
-    }
-    // The queues are closed: each worker finishes its connections and ends.
-    let threads: Vec<_> = workers.into_iter().map(|worker| worker.thread).collect();
-    let join_threads = || {
-        threads
-            .into_iter()
-            .map(JoinHandle::join)
-            .collect::<Vec<_>>()
+        // The queues are closed: each worker finishes its connections and ends.
+        timeout_at(deadline, &mut ended).await.ok()
     };
-    let mut joined_workers = tokio::task::spawn_blocking(join_threads);
-    let joined_in_time = tokio::select! {
+    let ended_in_time = tokio::select! {
         biased;
         () = wait_for_signal(&mut shutdown_signal, ShutdownSignal::Immediate) => None,
-        ended = timeout_at(drain_started + grace, &mut joined_workers) => ended.ok(),
+        ended = ended_in_time => ended,
     };
-    let counts = match joined_in_time {
+    let counts = match ended_in_time {
         Some(counts) => counts,
         None => {
             phase.send_replace(WorkerPhase::Cut);
-            joined_workers.await
+            ended.await
         }
     };
-    let counts = counts?.into_iter();
+    let counts = counts.into_iter();
     counts
-        .map(|count| count.map_err(|_panic| worker_died_error()))
+        .map(|count| count.map_err(|_dropped| worker_died_error()))
         .sum()
 }

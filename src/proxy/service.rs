@@ -3,7 +3,6 @@
 mod held_exchange;
 mod proxy_request;
 pub(crate) mod request_summary;
-mod self_service;
 pub(crate) mod validation;
 
 use http::{Request, Response, StatusCode};
@@ -16,8 +15,8 @@ use super::body::informational_responses::InformationalForwarder;
 use super::http::access_log::{AccessLog, AccessLogEntry};
 use super::http::request_validation::RequestValidationError;
 use super::server::ShutdownSignal;
+use super::server::handler::HandshakeError;
 use super::server::handler::{ConnectionPeer, RequestHandler};
-use super::server::handshake_error::HandshakeError;
 use super::settings::{ExtAuthzSettings, ListenSettings, ListenerKind};
 use super::upstream::UpstreamClient;
 use super::{RequestBody, ResponseBody};

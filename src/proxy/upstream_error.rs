@@ -116,14 +116,9 @@ impl UpstreamError {
 
 /// Formats an error and its sources on one line.
 pub(crate) fn format_error_chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
+    let causes = std::iter::successors(Some(error), |cause| cause.source());
+    let texts: Vec<_> = causes.map(ToString::to_string).collect();
+    texts.join(": ")
 }
 
 #[cfg(test)]

@@ -61,7 +61,7 @@ pub(crate) struct PolicySimulator<'t> {
     pub(super) report: PolicySetReport,
     /// Statistics of the keys of each policy, in the order of the policy table.
     keys_by_policy: Vec<ReplayKeyTable>,
-    peaks: Option<PeakDemandTracker>,
+    peaks: Option<PeakDemandTracker<'t>>,
 }
 
 impl<'t> PolicySimulator<'t> {
@@ -107,12 +107,10 @@ impl<'t> PolicySimulator<'t> {
 
     /// Returns the results of all requests.
     pub(super) fn into_report(self, settings: &Settings) -> PolicySetReport {
-        let (mut report, policies) = (self.report, self.table.policies());
+        let mut report = self.report;
         let peaks_and_percent = self.peaks.as_ref().zip(settings.suggest_percent);
-        let per_policy = policies.iter().zip(&self.keys_by_policy);
-        for (index, (result, (policy, keys))) in
-            report.policies.iter_mut().zip(per_policy).enumerate()
-        {
+        let results = report.policies.iter_mut().zip(&self.keys_by_policy);
+        for (index, (result, keys)) in results.enumerate() {
             result.left_out = self.left_out.contains(&index);
             (result.keys, result.keys_exact) = keys.key_count();
             result.keys_touched = keys.refused_keys;
@@ -128,7 +126,7 @@ impl<'t> PolicySimulator<'t> {
                 }
             }));
             if let Some((peaks, percent)) = peaks_and_percent {
-                result.suggested = peaks.suggest_limits(index, policy, percent);
+                result.suggested = peaks.suggest_limits(index, percent);
             }
         }
         report.top.sort_by_key(|key| Reverse(key.stats.refused));
@@ -173,13 +171,25 @@ impl<'t> PolicySimulator<'t> {
             );
             self.left_out.retain(|policy| check.lacks_key(*policy));
         }
-        let Some(target) = LoggedTarget::from_request(request, &self.table.path) else {
-            return self.count_malformed_request(now_us);
-        };
+        let is_forwarded = self.apply_policies(request, now_us, &headers, &client);
+        if is_forwarded.is_none() {
+            self.report.malformed += 1;
+            self.report.series.counts.record_request(now_us, true);
+        }
+        is_forwarded.unwrap_or(false)
+    }
+
+    /// Returns whether the request is forwarded; `None` if it is malformed.
+    fn apply_policies(
+        &mut self,
+        request: &ReplayRequest<'_>,
+        now_us: u64,
+        headers: &HeaderMap,
+        client: &ClientAddress,
+    ) -> Option<bool> {
+        let target = LoggedTarget::from_request(request, &self.table.path)?;
         let token = match &self.table.token_reader {
-            Some(reader) if reader.has_ambiguous_token(&headers) => {
-                return self.count_malformed_request(now_us);
-            }
+            Some(reader) if reader.has_ambiguous_token(headers) => return None,
             Some(reader) => RequestToken::new(Some(reader), now_us / 1_000_000),
             None => RequestToken::default(),
         };
@@ -188,7 +198,7 @@ impl<'t> PolicySimulator<'t> {
             host: &target.host,
             paths: &target.paths,
             query: target.query,
-            headers: &headers,
+            headers,
             client_ip: client.ip,
             token: &token,
             client_cert: None,
@@ -196,49 +206,32 @@ impl<'t> PolicySimulator<'t> {
             is_peer_trusted: client.is_peer_trusted,
             descriptor: None,
         };
-        self.apply_policies(&facts, now_us, request)
-    }
-
-    fn apply_policies(
-        &mut self,
-        facts: &Facts<'_>,
-        now_us: u64,
-        request: &ReplayRequest<'_>,
-    ) -> bool {
         let (report, peaks, table) = (&mut self.report, &mut self.peaks, self.table);
         let keys_by_policy = &mut self.keys_by_policy;
-        let slot = self.in_flight.allocate_slot_id();
-        let instant = self.fixed_instant;
+        self.in_flight.last_slot_id += 1;
+        let (slot, instant) = (self.in_flight.last_slot_id, self.fixed_instant);
         let left_out = &self.left_out;
         let is_included = |at: usize| left_out.binary_search(&at).is_err();
-        let slot_and_time = (slot, instant);
         let result = dry_run_request(
             (&self.memory, &self.settlements),
             table,
-            facts,
-            slot_and_time,
+            &facts,
+            (slot, instant),
             is_included,
             |outcome| {
                 let keys = keys_by_policy.get_mut(outcome.policy_index);
                 report.record_policy_outcome(&outcome, keys, now_us);
-                let policy = table.policies().get(outcome.policy_index);
-                let quota = policy.and_then(Policy::quota);
-                if let (Some(peaks), Some(claim), Some(quota)) =
-                    (peaks.as_mut(), &outcome.quota_usage, quota)
-                {
-                    peaks.record_demand(outcome.policy_index, &quota.limits, claim, instant);
+                if let (Some(peaks), Some(claim)) = (peaks.as_mut(), &outcome.quota_usage) {
+                    peaks.record_demand(outcome.policy_index, claim, instant);
                 }
             },
         );
         report.record_request_outcome(result.outcome, result.delay_us, now_us);
         if !result.slot_counters.is_empty() || !result.estimated_charges.is_empty() {
             // The delay is added, because a delayed request holds its slot while it waits.
-            let duration_us = request
-                .facts
-                .duration_us
-                .unwrap_or_default()
-                .saturating_add(result.delay_us);
+            let duration_us = request.facts.duration_us.unwrap_or_default();
             let duration_us = duration_us
+                .saturating_add(result.delay_us)
                 .min(result.max_duration_us.unwrap_or(MAX_HOLD_US))
                 .min(MAX_HOLD_US);
             let in_flight = InFlightRequest {
@@ -249,23 +242,14 @@ impl<'t> PolicySimulator<'t> {
             };
             self.in_flight.add_request(slot, in_flight, now_us);
         }
-        result.outcome == DryRunOutcome::Forwarded
-    }
-
-    fn count_malformed_request(&mut self, now_us: u64) -> bool {
-        self.report.malformed += 1;
-        self.report.series.counts.record_request(now_us, true);
-        false
+        Some(result.outcome == DryRunOutcome::Forwarded)
     }
 
     fn build_header_map(&self, request: &ReplayRequest<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
         for (header_index, value) in request.headers() {
-            let name = self
-                .required_headers
-                .names
-                .get(header_index)
-                .filter(|name| self.table.reads_header(name));
+            let name = self.required_headers.names.get(header_index);
+            let name = name.filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
                 headers.append(name.clone(), value);
             }
@@ -300,9 +284,10 @@ impl<'a> LoggedTarget<'a> {
                 (host, rest) = after.split_at_checked(end)?;
             }
         }
-        let (path, query) = rest
-            .split_once('?')
-            .map_or((rest, None), |(path, query)| (path, Some(query)));
+        let (path, query) = match rest.split_once('?') {
+            Some((path, query)) => (path, Some(query)),
+            None => (rest, None),
+        };
         let path = if path.is_empty() { "/" } else { path };
         Some(Self {
             method: Method::from_bytes(request.method).ok()?,
@@ -406,11 +391,6 @@ struct InFlightRequest {
 }
 
 impl InFlightRequests {
-    fn allocate_slot_id(&mut self) -> u128 {
-        self.last_slot_id += 1;
-        self.last_slot_id
-    }
-
     /// Adds a request that is due at its next renewal, or at its end if that is earlier.
     fn add_request(&mut self, slot: u128, mut request: InFlightRequest, now_us: u64) {
         if self.by_due_time.len() >= MAX_IN_FLIGHT {
@@ -437,18 +417,16 @@ impl InFlightRequests {
             let ((due_us, slot), request) = first.remove_entry();
             clock_control.set_us(due_us);
             let has_ended = request.ends_us <= due_us;
-            let amendment = if has_ended {
-                Amendment::Release { slot }
-            } else {
-                Amendment::Renew { slot }
+            let amendment = match has_ended {
+                true => Amendment::Release { slot },
+                false => Amendment::Renew { slot },
             };
-            for (limit, key) in &request.counters {
-                memory.apply_settlements(&[Settlement {
-                    limit,
-                    key,
-                    amendment,
-                }]);
-            }
+            let settlements = request.counters.iter().map(|(limit, key)| Settlement {
+                limit,
+                key,
+                amendment,
+            });
+            settlements.for_each(|settlement| memory.apply_settlements(&[settlement]));
             if !has_ended {
                 self.add_request(slot, request, due_us);
             } else if let Some(status) = request.status {

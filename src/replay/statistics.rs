@@ -47,7 +47,9 @@ impl RequestSeries {
             if at < Self::MAX_BINS {
                 break at;
             }
-            self.double_bin_width();
+            let half = self.bins.len().div_ceil(2);
+            self.bins = self.resample(self.start_s, self.bin_width_s * 2, half);
+            self.bin_width_s *= 2;
         };
         if at >= self.bins.len() {
             self.bins.resize(at + 1, SeriesBin::default());
@@ -56,15 +58,6 @@ impl RequestSeries {
             bin.requests += 1;
             bin.refused += u64::from(refused);
         }
-    }
-
-    fn double_bin_width(&mut self) {
-        self.bin_width_s *= 2;
-        let pairs = self.bins.chunks(2).map(|pair| SeriesBin {
-            requests: pair.iter().map(|bin| bin.requests).sum(),
-            refused: pair.iter().map(|bin| bin.refused).sum(),
-        });
-        self.bins = pairs.collect();
     }
 
     /// Resamples the counts into `count` bins of `width_s` seconds, starting at `from_s`.

@@ -24,10 +24,10 @@ const MAX_SAMPLED_KEYS: usize = 1 << 18;
 
 /// Tracks the peak demand of the keys of every limit.
 #[derive(Debug)]
-pub(super) struct PeakDemandTracker {
+pub(super) struct PeakDemandTracker<'t> {
     memory: MemoryStore,
-    /// Peak samples, indexed by policy, then by limit.
-    limits_by_policy: Vec<Vec<LimitPeakSample>>,
+    /// The peak samples of the limits of each policy, in the order of the policy table.
+    policies: Vec<(&'t Policy, Vec<LimitPeakSample>)>,
 }
 
 #[derive(Debug)]
@@ -84,14 +84,14 @@ pub(super) struct LimitProposal {
 
 const QUANTILES_PER_MILLE: [u16; 5] = [500, 900, 990, 999, 1000];
 
-impl PeakDemandTracker {
-    pub(super) fn new(table: &PolicyTable, settings: MemorySettings, clock: Clock) -> Self {
+impl<'t> PeakDemandTracker<'t> {
+    pub(super) fn new(table: &'t PolicyTable, settings: MemorySettings, clock: Clock) -> Self {
         let policies = table.policies().iter().map(|policy| {
             let limits = policy.quota().into_iter().flat_map(|quota| &quota.limits);
-            limits.map(LimitPeakSample::new).collect()
+            (policy, limits.map(LimitPeakSample::new).collect())
         });
         Self {
-            limits_by_policy: policies.collect(),
+            policies: policies.collect(),
             memory: MemoryStore::new(settings, clock),
         }
     }
@@ -101,17 +101,16 @@ impl PeakDemandTracker {
     pub(super) fn record_demand(
         &mut self,
         policy_index: usize,
-        policy_limits: &[NamedLimit],
         claim: &QuotaUsage<'_, '_>,
         instant: Instant,
     ) {
-        let Some(peaks) = self
-            .limits_by_policy
-            .get_mut(policy_index)
-            .filter(|_| std::ptr::eq(policy_limits, claim.limits))
-        else {
+        let Some((policy, peaks)) = self.policies.get_mut(policy_index) else {
             return;
         };
+        let mut own_limits = policy.quota().into_iter().map(|quota| &*quota.limits);
+        if !own_limits.any(|limits| std::ptr::eq(limits, claim.limits)) {
+            return;
+        }
         for peak in peaks {
             let Some(limit) = &peak.counting_limit else {
                 continue;
@@ -129,35 +128,30 @@ impl PeakDemandTracker {
 
     /// Suggests, for each limit of a policy, the smallest limit that affects at most `percent` of
     /// the keys.
-    pub(super) fn suggest_limits(
-        &self,
-        policy_index: usize,
-        policy: &Policy,
-        percent: f64,
-    ) -> Vec<LimitSuggestion> {
-        let peaks = self.limits_by_policy.get(policy_index);
+    pub(super) fn suggest_limits(&self, policy_index: usize, percent: f64) -> Vec<LimitSuggestion> {
+        let Some((policy, peaks)) = self.policies.get(policy_index) else {
+            return Vec::new();
+        };
         let limits = policy.quota().into_iter().flat_map(|quota| &quota.limits);
-        let suggestions = limits
-            .zip(peaks.into_iter().flatten())
-            .map(|(named, peak)| {
-                let limit = &named.limit;
-                let proposal = match peak.counting_limit {
-                    Some(_) => propose_limit(&peak.sample, limit.requests, percent),
-                    None => Err("this algorithm has no peak per period".to_owned()),
-                };
-                LimitSuggestion {
-                    title: match &*named.name {
-                        name if *name == *policy.name => name.to_owned(),
-                        name => format!("{} / {name}", policy.name),
-                    },
-                    limit: named.name.to_string(),
-                    now: limit.requests,
-                    per_us: limit.per_us,
-                    period: format_period(limit),
-                    reason: proposal.as_ref().err().cloned(),
-                    proposal: proposal.ok(),
-                }
-            });
+        let suggestions = limits.zip(peaks).map(|(named, peak)| {
+            let limit = &named.limit;
+            let proposal = match peak.counting_limit {
+                Some(_) => propose_limit(&peak.sample, limit.requests, percent),
+                None => Err("this algorithm has no peak per period".to_owned()),
+            };
+            LimitSuggestion {
+                title: match &*named.name {
+                    name if *name == *policy.name => name.to_owned(),
+                    name => format!("{} / {name}", policy.name),
+                },
+                limit: named.name.to_string(),
+                now: limit.requests,
+                per_us: limit.per_us,
+                period: format_period(limit),
+                reason: proposal.as_ref().err().cloned(),
+                proposal: proposal.ok(),
+            }
+        });
         suggestions.collect()
     }
 

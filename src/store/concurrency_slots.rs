@@ -106,7 +106,7 @@ impl ConcurrencySlots {
         Arc::new(Self {
             instance_id: match &store {
                 Store::Memory(_) => RandomState::new().hash_one(()),
-                Store::Redis { redis, .. } => redis.worker_id(),
+                Store::Redis(path) => path.redis.worker_id(),
             },
             store,
             next_serial: AtomicU64::new(0),

@@ -57,14 +57,12 @@ pub enum DecisionSource {
     Degraded,
 }
 
-/// The parts that decide when the counters are in Redis.
-#[derive(Clone, Copy, Debug)]
-struct RedisDecisionPath<'s> {
-    leases: &'s Arc<LeasePool>,
-    deny_cache: &'s DenyCache,
-    redis: &'s RedisStore,
-    /// Whether the charges may be returned after the decision.
-    is_returnable: bool,
+/// The parts that decide when the counters are in Redis. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct RedisDecisionPath {
+    pub redis: RedisStore,
+    pub(super) deny_cache: Arc<DenyCache>,
+    pub(super) leases: Arc<LeasePool>,
 }
 
 /// The result of the checks before a call of Redis.
@@ -113,30 +111,21 @@ impl Store {
                 let decision = memory.decide_at(request, requested_at.into_std());
                 return Ok((decision, DecisionSource::Memory));
             }
-            Self::Redis {
-                redis,
-                deny_cache,
-                leases,
-            } => RedisDecisionPath {
-                leases,
-                deny_cache,
-                redis,
-                is_returnable: false,
-            },
+            Self::Redis(path) => path,
         };
         // Boxed so that other requests need no space for these futures.
         if request.iter().any(PolicyCharges::is_instance_scoped) {
             return Box::pin(path.decide_by_scope(request, requested_at)).await;
         }
         if request.iter().any(|policy| policy.lease.is_some()) {
-            let decide = Box::pin(path.decide_with_permits(request, requested_at));
+            let decide = Box::pin(path.decide_with_permits(request, requested_at, false));
             let (result, permits) = decide.await;
             if result.as_ref().is_ok_and(|(decision, _)| decision.admitted) {
                 permits.into_iter().for_each(LeasePermitGuard::use_units);
             }
             return result;
         }
-        Box::pin(path.check_and_decide(request, requested_at, || ())).await
+        Box::pin(path.check_and_decide(request, requested_at, false, || ())).await
     }
 
     /// Decides charges of `local` policies that Redis left undecided, by this instance's share.
@@ -148,7 +137,7 @@ impl Store {
         request: &[PolicyCharges<'_>],
         partial: Option<Box<PartialDecision>>,
     ) -> Option<Decision> {
-        let Self::Redis { redis, .. } = self else {
+        let Self::Redis(RedisDecisionPath { redis, .. }) = self else {
             return None;
         };
         let Some(partial) = partial else {
@@ -179,11 +168,11 @@ fn decide_locally(redis: &RedisStore, request: &[PolicyCharges<'_>]) -> Option<D
     Some(fallback.decide(request, monotonic_now()))
 }
 
-impl<'s> RedisDecisionPath<'s> {
+impl RedisDecisionPath {
     /// Step 0: decides charges of `scope = "instance"` in this process, and all others in Redis: in
     /// this order if Redis probably admits the request. Charges of both are made, or none.
     async fn decide_by_scope(
-        self,
+        &self,
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
@@ -213,11 +202,7 @@ impl<'s> RedisDecisionPath<'s> {
             return Ok((refusal.await, DecisionSource::Memory));
         }
         hints.deduct_charges(shared_charges);
-        let path = RedisDecisionPath {
-            is_returnable,
-            ..self
-        };
-        let decide = path.decide_with_permits(shared_charges, requested_at);
+        let decide = self.decide_with_permits(shared_charges, requested_at, is_returnable);
         let (result, permits) = decide.await;
         let decided = result.as_ref().ok().map(|(decision, _)| decision);
         if let Some(decision) = decided {
@@ -254,10 +239,12 @@ impl<'s> RedisDecisionPath<'s> {
     }
 
     /// Steps 2 to 7. Calls `on_passed` if the local checks pass, before Redis decides.
+    /// `is_returnable`: the charges may be returned after the decision.
     async fn check_and_decide(
-        self,
+        &self,
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
+        is_returnable: bool,
         on_passed: impl FnOnce(),
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
         match self.check_locally(request, requested_at) {
@@ -268,26 +255,28 @@ impl<'s> RedisDecisionPath<'s> {
             LocalCheck::Passed(marked) => {
                 on_passed();
                 let request = marked.as_deref().unwrap_or(request);
-                self.decide_in_redis(request, requested_at).await
+                self.decide_in_redis(request, requested_at, is_returnable)
+                    .await
             }
         }
     }
 
     /// Steps 1 to 7: uses leased units. Charges without leased units take the further steps.
     /// Returns the leased units, too: the caller uses or returns them.
-    async fn decide_with_permits(
-        self,
+    async fn decide_with_permits<'s>(
+        &'s self,
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
+        is_returnable: bool,
     ) -> (
         Result<(Decision, DecisionSource), DecisionFailure>,
         Option<LeasePermitGuard<'s>>,
     ) {
         if request.iter().all(|policy| policy.lease.is_none()) {
-            let decided = self.check_and_decide(request, requested_at, || ()).await;
-            return (decided, None);
+            let decide = self.check_and_decide(request, requested_at, is_returnable, || ());
+            return (decide.await, None);
         }
-        let taking = self.leases.take_permits(self.redis, request, requested_at);
+        let taking = self.leases.take_permits(&self.redis, request, requested_at);
         let (mut permits, unleased) = taking.await;
         if unleased.is_empty() {
             let decision = permits.decide_request(request);
@@ -307,7 +296,7 @@ impl<'s> RedisDecisionPath<'s> {
             }
         };
         let decided = self
-            .check_and_decide(&unleased.policies, requested_at, on_passed)
+            .check_and_decide(&unleased.policies, requested_at, is_returnable, on_passed)
             .await;
         let is_admitted = |(decision, _): &(Decision, _)| decision.admitted;
         if is_passed && (has_small_costs || decided.as_ref().is_ok_and(is_admitted)) {
@@ -326,7 +315,7 @@ impl<'s> RedisDecisionPath<'s> {
 
     /// Steps 2 and 3: the deny cache, and the local share while an outage ends.
     fn check_locally<'c>(
-        self,
+        &self,
         request: &[PolicyCharges<'c>],
         requested_at: Instant,
     ) -> LocalCheck<'c> {
@@ -366,11 +355,12 @@ impl<'s> RedisDecisionPath<'s> {
 
     /// Steps 4 to 7: Redis decides, unless its circuit breaker is open.
     async fn decide_in_redis(
-        self,
+        &self,
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
+        is_returnable: bool,
     ) -> Result<(Decision, DecisionSource), DecisionFailure> {
-        let marked = self.is_returnable.then(|| mark_returnable(request));
+        let marked = is_returnable.then(|| mark_returnable(request));
         let requested = marked.as_deref().unwrap_or(request);
         let result = self.redis.decide(requested, requested_at).await;
         let cache_statuses = |decision: &Decision| {
@@ -415,7 +405,7 @@ impl<'s> RedisDecisionPath<'s> {
     /// retries when all limits admit. Reads the counters without a charge. Limits whose counters
     /// give no answer stay unknown.
     async fn complete_refusal(
-        self,
+        &self,
         request: &[PolicyCharges<'_>],
         refusal: Decision,
         unknown: &[bool],
@@ -440,7 +430,7 @@ impl<'s> RedisDecisionPath<'s> {
 
     /// Reads counters in Redis without a charge, or their statuses in the deny cache.
     async fn read_statuses(
-        self,
+        &self,
         request: &[PolicyCharges<'_>],
         requested_at: Instant,
         wait_us: u64,

@@ -43,11 +43,11 @@ const MAX_GENERATION_ENTRIES: usize = 8192;
 
 /// Recent refusals of one worker. The lock is uncontended: only its worker uses it.
 #[derive(Debug, Default)]
-pub struct DenyCache(Mutex<DenyGenerations>);
+pub(super) struct DenyCache(Mutex<DenyGenerations>);
 
 /// What the cache knows about the limits of a request.
 #[derive(Debug, PartialEq, Eq)]
-pub struct CachedStatuses {
+pub(super) struct CachedStatuses {
     /// A refusal with the statuses of the limits that refuse. Other requests may have charged the
     /// other limits since, so their cached `remaining` could exceed one that the client knows.
     pub decision: Decision,
@@ -91,7 +91,7 @@ impl DenyCache {
     /// Returns what is known about a new request at `now`. `None` if there is no fresh entry. The
     /// first request after the expiry of an entry does not get it, so that it asks Redis; for all
     /// other requests the entry is prolonged.
-    pub fn find_statuses(
+    pub(super) fn find_statuses(
         &self,
         request: &[PolicyCharges<'_>],
         now: Instant,
@@ -108,7 +108,7 @@ impl DenyCache {
     }
 
     /// Like [`DenyCache::find_statuses`], for a request that asks Redis about all other limits.
-    pub fn find_fresh_statuses(
+    pub(super) fn find_fresh_statuses(
         &self,
         request: &[PolicyCharges<'_>],
         now: Instant,
@@ -162,7 +162,7 @@ impl DenyCache {
 
     /// After a failed call, returns a refusal of the same or a smaller cost, even an expired one
     /// that has not ended. The request is certainly refused, perhaps for longer than stated.
-    pub fn find_any_refusal(
+    pub(super) fn find_any_refusal(
         &self,
         request: &[PolicyCharges<'_>],
         now: Instant,
@@ -191,7 +191,7 @@ impl DenyCache {
     /// An admission proves cached refusals of these counters obsolete, for example after `keys
     /// reset`. A refusal of a larger cost holds, but its `remaining` is obsolete if it is not 0. A
     /// limit that admits is unknown again when its units are used up.
-    pub fn forget_refusals(&self, request: &[PolicyCharges<'_>], admission: &Decision) {
+    pub(super) fn forget_refusals(&self, request: &[PolicyCharges<'_>], admission: &Decision) {
         let outcomes = each_charge(request).zip(admission.outcomes());
         self.remove_entries(outcomes, |entry, charge, outcome| {
             match entry.status.refusal {
@@ -203,7 +203,7 @@ impl DenyCache {
 
     /// Removes the refusals of `charges` that are older than their maximum age. Called when Redis
     /// is unreachable: nothing can renew them.
-    pub fn forget_outdated(&self, request: &[PolicyCharges<'_>], now: Instant) {
+    pub(super) fn forget_outdated(&self, request: &[PolicyCharges<'_>], now: Instant) {
         let charges = each_charge(request).map(|charge| (charge, ()));
         self.remove_entries(charges, |entry, charge, ()| {
             now >= entry.sent_at + max_age(charge, &entry.status)
@@ -211,7 +211,7 @@ impl DenyCache {
     }
 
     /// Removes the entry of a counter whose units a settlement changes.
-    pub fn forget_settled(&self, settlement: &Settlement<'_>) {
+    pub(super) fn forget_settled(&self, settlement: &Settlement<'_>) {
         let mut generations = self.0.lock();
         if !generations.is_empty() {
             generations.remove_entry(settlement.counter());
@@ -236,7 +236,7 @@ impl DenyCache {
     }
 
     /// Caches the statuses of a refused request. Admitted requests are ignored.
-    pub fn record_refusal(
+    pub(super) fn record_refusal(
         &self,
         request: &[PolicyCharges<'_>],
         decision: &Decision,
@@ -249,7 +249,7 @@ impl DenyCache {
     /// Caches the statuses that were read for a request that is refused for `wait_us` anyway. The
     /// longer it is refused, the less it matters if limits that admit are exhausted meanwhile. A
     /// limit without a status gave no answer: its last status counts for another second.
-    pub fn record_reading(
+    pub(super) fn record_reading(
         &self,
         request: &[PolicyCharges<'_>],
         decision: &Decision,

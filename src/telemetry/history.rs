@@ -43,9 +43,8 @@ struct HistoryState {
     now_s: u64,
     policies: HashMap<Arc<str>, PolicyHistory>,
     seconds: TimeRing<SecondCounts, SECONDS_KEPT>,
-    last_decisions: [u64; REQUEST_DECISION_COUNT],
-    last_status_classes: [u64; STATUS_CLASS_COUNT],
-    last_failures: [u64; 2],
+    /// The counts of all requests at the last sample.
+    last_counts: SecondCounts<u64>,
     /// Cumulative durations, each with its time in seconds since the Unix epoch.
     duration_samples: VecDeque<(u64, DurationHistograms)>,
 }
@@ -65,16 +64,16 @@ struct HistoryRings {
     hours: TimeRing<DecisionCounts, HOURS_KEPT>,
 }
 
-/// The counts of all requests in one second.
+/// The counts of all requests, in one second unless `T` is larger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SecondCounts {
+pub struct SecondCounts<T = u32> {
     /// Requests by decision, in the order of `MetricLabels::request_decisions`.
-    pub decisions: [u32; REQUEST_DECISION_COUNT],
+    pub decisions: [T; REQUEST_DECISION_COUNT],
     /// Responses by status class, from 1xx to 5xx.
-    pub status_classes: [u32; STATUS_CLASS_COUNT],
+    pub status_classes: [T; STATUS_CLASS_COUNT],
     /// Requests without a response from the upstream by no fault of the client, and responses
     /// of the upstream with a status from 500 on.
-    pub failures: [u32; 2],
+    pub failures: [T; 2],
 }
 
 /// Distributions of decision times and response times.
@@ -86,18 +85,12 @@ pub struct DurationHistograms {
     pub responses: HistogramSnapshot,
 }
 
-/// The history of a policy, oldest period first. The last period of each list is incomplete.
+/// A value per minute and per hour, oldest first: the history of a policy, or the start of each period
+/// in seconds since the Unix epoch. The last period of each list is incomplete.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PolicyTimeline {
-    pub minutes: Vec<DecisionCounts>,
-    pub hours: Vec<DecisionCounts>,
-}
-
-/// The start of each period in seconds since the Unix epoch, oldest first.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TimelineAxis {
-    pub minutes: Vec<u64>,
-    pub hours: Vec<u64>,
+pub struct Timeline<T> {
+    pub minutes: Vec<T>,
+    pub hours: Vec<T>,
 }
 
 impl TrafficHistory {
@@ -139,15 +132,15 @@ impl TrafficHistory {
     pub fn policy_timelines<'n>(
         &self,
         names: impl Iterator<Item = &'n str>,
-    ) -> (TimelineAxis, Vec<Option<PolicyTimeline>>) {
+    ) -> (Timeline<u64>, Vec<Option<Timeline<DecisionCounts>>>) {
         let state = self.state.lock();
-        let axis = TimelineAxis {
+        let axis = Timeline {
             minutes: period_starts(state.now_s, 60, MINUTES_KEPT),
             hours: period_starts(state.now_s, 3600, HOURS_KEPT),
         };
         let timeline = |name| {
             let rings = state.policies.get(name)?.rings.as_ref()?;
-            Some(PolicyTimeline {
+            Some(Timeline {
                 minutes: rings.minutes.last_periods(MINUTES_KEPT, state.now_s / 60),
                 hours: rings.hours.last_periods(HOURS_KEPT, state.now_s / 3600),
             })
@@ -181,12 +174,8 @@ impl TrafficHistory {
     pub fn last_seconds(&self, limit: usize) -> (u64, Vec<SecondCounts>) {
         let state = self.state.lock();
         let seconds = state.seconds.last_periods(limit, state.now_s);
-        (
-            state
-                .now_s
-                .saturating_sub(seconds.len().saturating_sub(1) as u64),
-            seconds,
-        )
+        let before = seconds.len().saturating_sub(1) as u64;
+        (state.now_s.saturating_sub(before), seconds)
     }
 
     /// Returns a number of seconds and the durations in that time: the last minute, or the time
@@ -234,11 +223,9 @@ impl HistoryState {
             count += 1;
             let name = Arc::clone(&counters.policy_name);
             let history = self.policies.entry(name).or_default();
-            let mut counts = [0; POLICY_HISTORY_SERIES_COUNT];
-            for (count, (_, requests)) in counts.iter_mut().zip(counters.requests_by_label(series))
-            {
-                *count = requests;
-            }
+            let mut requests = counters.requests_by_label(series);
+            let counts = [(); POLICY_HISTORY_SERIES_COUNT];
+            let counts = counts.map(|()| requests.next().map_or(0, |(_, count)| count));
             history.sample(before_s, now_s, counts);
         }
         let hour_began = before_s / 3600 != now_s / 3600;
@@ -257,26 +244,25 @@ impl HistoryState {
     }
 
     fn record_second(&mut self, before_s: u64, metrics: &Metrics) {
-        let mut status_classes = [0; STATUS_CLASS_COUNT];
-        let failures = [metrics.upstream_fault_count(), metrics.app_error_count()];
+        let mut now = SecondCounts {
+            decisions: metrics.request_decision_counts(),
+            status_classes: [0; STATUS_CLASS_COUNT],
+            failures: [metrics.upstream_fault_count(), metrics.app_error_count()],
+        };
         for (code, count) in metrics.status_counts() {
-            if let Some(class) = status_classes.get_mut(usize::from(code / 100).saturating_sub(1)) {
-                *class += count;
+            let class = usize::from(code / 100).saturating_sub(1);
+            if let Some(sum) = now.status_classes.get_mut(class) {
+                *sum += count;
             }
         }
-        let decisions = metrics.request_decision_counts();
         self.seconds.advance(before_s, self.now_s);
+        let last = std::mem::replace(&mut self.last_counts, now);
         if let Some(second) = self.seconds.slot_mut(self.now_s) {
-            add_increase(&mut second.decisions, &decisions, &self.last_decisions);
-            add_increase(
-                &mut second.status_classes,
-                &status_classes,
-                &self.last_status_classes,
-            );
-            add_increase(&mut second.failures, &failures, &self.last_failures);
+            add_increase(&mut second.decisions, &now.decisions, &last.decisions);
+            let classes = &mut second.status_classes;
+            add_increase(classes, &now.status_classes, &last.status_classes);
+            add_increase(&mut second.failures, &now.failures, &last.failures);
         }
-        (self.last_decisions, self.last_status_classes) = (decisions, status_classes);
-        self.last_failures = failures;
     }
 }
 
@@ -291,12 +277,8 @@ impl PolicyHistory {
             return;
         }
         let rings = self.rings.get_or_insert_default();
-        for slot in rings
-            .minutes
-            .slot_mut(now_s / 60)
-            .into_iter()
-            .chain(rings.hours.slot_mut(now_s / 3600))
-        {
+        let minute = rings.minutes.slot_mut(now_s / 60);
+        for slot in minute.into_iter().chain(rings.hours.slot_mut(now_s / 3600)) {
             add_increase(slot, &counts, &self.last_counts);
         }
         self.last_counts = counts;

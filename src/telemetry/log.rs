@@ -183,19 +183,10 @@ impl<W: Write> Write for EscapingWriter<W> {
             _ => (record, ""),
         };
         let text = String::from_utf8_lossy(line);
-        let mut escaped = String::with_capacity(record.len());
-        for character in text.chars() {
-            match (is_unprintable(character), self.format) {
-                (false, _) => escaped.push(character),
-                // In JSON, an unprintable character can only occur inside a string.
-                (true, LogFormat::Json) => {
-                    for unit in character.encode_utf16(&mut [0; 2]) {
-                        escaped.push_str(&format!("\\u{unit:04x}"));
-                    }
-                }
-                (true, LogFormat::Text) => escaped.extend(character.escape_unicode()),
-            }
-        }
+        let mut escaped = match self.format {
+            LogFormat::Json => escape_json(&text, is_unprintable),
+            LogFormat::Text => escape_text(&text),
+        };
         escaped.push_str(end);
         self.inner.write_all(escaped.as_bytes())?;
         Ok(record.len())
@@ -204,6 +195,33 @@ impl<W: Write> Write for EscapingWriter<W> {
     fn flush(&mut self) -> io::Result<()> {
         self.inner.flush()
     }
+}
+
+/// Escapes characters of JSON, which may occur only in its strings: the escape means the same there.
+pub(crate) fn escape_json(json: &str, is_escaped: impl Fn(char) -> bool) -> String {
+    let mut escaped = String::with_capacity(json.len());
+    for character in json.chars() {
+        if is_escaped(character) {
+            for unit in character.encode_utf16(&mut [0; 2]) {
+                escaped.push_str(&format!("\\u{unit:04x}"));
+            }
+        } else {
+            escaped.push(character);
+        }
+    }
+    escaped
+}
+
+fn escape_text(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        if is_unprintable(character) {
+            escaped.extend(character.escape_unicode());
+        } else {
+            escaped.push(character);
+        }
+    }
+    escaped
 }
 
 /// Whether a terminal or browser would interpret a character instead of printing it. This covers C0

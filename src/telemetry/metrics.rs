@@ -13,21 +13,19 @@ mod otlp_output;
 mod page;
 mod registry;
 mod status;
-mod worker;
 
 pub use exporter::{MetricExportSettings, start_metric_export};
 pub use exposition::ExpositionFormat;
 pub use histogram::{HistogramSnapshot, SingleWriterCounter};
 pub use http_server::ActiveHttpRequest;
-pub use registry::Metrics;
+pub use registry::{
+    LabelledCounterIndices, LabelledCounters, MetricLabels, Metrics, PolicyCounters, WorkerMetrics,
+};
+pub(super) use registry::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 pub use status::{
     CertificateExpiry, ConnectionCounts, KeyFetchCounts, LastReload, MemoryStoreUsage,
     ProcessPhase, ProcessStatus, RedisServerMetrics, StoreOutage, StoreStatus,
 };
-pub use worker::{
-    LabelledCounterIndices, LabelledCounters, MetricLabels, PolicyCounters, WorkerMetrics,
-};
-pub(super) use worker::{POLICY_HISTORY_SERIES_COUNT, REQUEST_DECISION_COUNT};
 
 #[cfg(test)]
 mod tests;

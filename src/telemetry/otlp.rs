@@ -3,7 +3,7 @@
 mod collector;
 
 pub(super) use collector::CollectorClient;
-pub use collector::{CollectorSettings, CollectorUrl, OtlpSignal};
+pub use collector::{CollectorSettings, OtlpSignal};
 
 use http::Method;
 use opentelemetry_proto::tonic::common::v1::{AnyValue, InstrumentationScope, KeyValue, any_value};

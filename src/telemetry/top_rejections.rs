@@ -9,6 +9,7 @@ use foldhash::quality::RandomState;
 use parking_lot::Mutex;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::hash::BuildHasher;
 use std::sync::{Arc, LazyLock};
 
@@ -129,7 +130,7 @@ struct SpaceSavingSketch {
     total: u64,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct SketchItem {
     id: u128,
     max_error: u64,
@@ -145,10 +146,8 @@ impl WorkerRejections {
     /// Counts a rejection of a key. `id` identifies the policy and the key; `text` is called only
     /// if the sketch does not contain `id`.
     pub fn record_key_rejection(&self, policy: &Arc<str>, id: u128, text: impl FnOnce() -> String) {
-        self.keys
-            .lock()
-            .current
-            .increment_item(id, policy, || truncate_text(text()));
+        let sketch = &mut self.keys.lock().current;
+        sketch.increment_item(id, policy, || truncate_text(text()));
     }
 
     /// Counts a rejection of a path.
@@ -162,14 +161,9 @@ impl WorkerRejections {
     }
 
     fn record_path(generations: &Mutex<SketchGenerations>, policy: &Arc<str>, path: &str) {
-        // All workers share this randomly keyed hasher, so that clients cannot construct
-        // collisions.
-        static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
-        let id = HASHER.hash_one((&**policy, path));
-        generations
-            .lock()
-            .current
-            .increment_item(id.into(), policy, || escape_and_truncate_path(path));
+        let id = hash_text(policy, path);
+        let sketch = &mut generations.lock().current;
+        sketch.increment_item(id, policy, || escape_and_truncate_path(path));
     }
 
     fn generations(&self, dimension: RejectionDimension) -> &Mutex<SketchGenerations> {
@@ -226,55 +220,103 @@ impl TopRejections {
         limit: usize,
     ) -> RejectionRanking {
         let since_s = self.generation_starts.lock().previous_s;
-        let (mut sums, mut refused, mut unseen_at_most) =
-            (HashMap::<u128, MergedCount>::default(), 0, 0);
-        for worker in &self.workers {
-            let generations = worker.generations(dimension).lock();
-            for sketch in [&generations.current, &generations.previous] {
-                refused += sketch.total;
-                unseen_at_most += sketch.max_unlisted_count();
-                sketch.merge_into(&mut sums, policy);
-            }
-        }
-        // An item that a full sketch omits may have been rejected as often as the sketch's smallest
-        // count.
         let new_text = match dimension {
             RejectionDimension::Keys => RejectedText::Key,
             RejectionDimension::Paths | RejectionDimension::AppErrors => RejectedText::Path,
         };
-        let estimates = sums.into_values().map(|sum| {
-            let absent = unseen_at_most - sum.floor_sum;
-            RejectionEntry {
-                policy: sum.item.policy.to_string(),
-                text: new_text(sum.item.text.into()),
-                count: sum.count + absent,
-                error: sum.item.max_error + absent,
+        let mut sum = RankingSum::default();
+        for worker in &self.workers {
+            let generations = worker.generations(dimension).lock();
+            for sketch in [&generations.current, &generations.previous] {
+                let bound = sketch.max_unlisted_count();
+                sum.add_part(since_s, sketch.total, bound);
+                let items = sketch.items.iter().zip(&sketch.counts);
+                let is_selected =
+                    |item: &SketchItem| policy.is_none_or(|policy| *item.policy == *policy);
+                for (item, count) in items.filter(|(item, _)| is_selected(item)) {
+                    sum.add_entry(item.id, bound, (*count, item.max_error), || {
+                        (item.policy.to_string(), new_text(item.text.to_string()))
+                    });
+                }
             }
-        });
-        let mut entries: Vec<RejectionEntry> = estimates.collect();
-        entries.sort_by(|a, b| {
-            let order = |entry: &RejectionEntry| (std::cmp::Reverse(entry.count), entry.error);
-            order(a)
-                .cmp(&order(b))
-                .then_with(|| (&a.policy, &a.text).cmp(&(&b.policy, &b.text)))
-        });
-        entries.truncate(limit);
-        RejectionRanking {
-            since_s,
-            refused,
-            unseen_at_most,
-            entries,
         }
+        sum.into_ranking(limit, |entry| entry.error)
     }
 }
 
-/// The sum of one item over all sketches that contain it.
-struct MergedCount {
-    /// The item, with the sum of its errors.
-    item: SketchItem,
-    count: u64,
-    /// The sum of the smallest counts of the sketches that contain the item.
-    floor_sum: u64,
+/// Adds up rankings: of sketches, or of instances. Each part lists its most rejected items, and bounds
+/// the rejections of the others. The true count of an item lies between `count - error` and `count`.
+#[derive(Debug, Default)]
+pub(crate) struct RankingSum {
+    /// Each item by its id, with the sum of the bounds of the parts that list it.
+    entries: HashMap<u128, (RejectionEntry, u64)>,
+    since_s: Option<u64>,
+    refused: u64,
+    /// The sum of the bounds of all parts.
+    unseen_at_most: u64,
+}
+
+impl RankingSum {
+    /// Adds a part without its items, which were rejected up to `bound` times if it omits them.
+    pub(crate) fn add_part(&mut self, since_s: u64, refused: u64, bound: u64) {
+        self.since_s = Some(self.since_s.unwrap_or(u64::MAX).min(since_s));
+        self.refused = self.refused.saturating_add(refused);
+        self.unseen_at_most = self.unseen_at_most.saturating_add(bound);
+    }
+
+    /// Adds an item of a part with this bound. `name` returns its policy and its text.
+    pub(crate) fn add_entry(
+        &mut self,
+        id: u128,
+        bound: u64,
+        (count, error): (u64, u64),
+        name: impl FnOnce() -> (String, RejectedText),
+    ) {
+        let (entry, listed_bounds) = self.entries.entry(id).or_insert_with(|| {
+            let (policy, text) = name();
+            let entry = RejectionEntry {
+                policy,
+                text,
+                count: 0,
+                error: 0,
+            };
+            (entry, 0)
+        });
+        entry.count = entry.count.saturating_add(count);
+        entry.error = entry.error.saturating_add(error);
+        *listed_bounds = listed_bounds.saturating_add(bound);
+    }
+
+    /// Returns the `limit` items with the most rejections. `tie` orders items with equal counts,
+    /// before their names.
+    pub(crate) fn into_ranking(
+        self,
+        limit: usize,
+        tie: fn(&RejectionEntry) -> u64,
+    ) -> RejectionRanking {
+        // A part that omits an item may have counted it up to its bound.
+        let entries = self.entries.into_values().map(|(entry, listed_bounds)| {
+            let unlisted = self.unseen_at_most.saturating_sub(listed_bounds);
+            RejectionEntry {
+                count: entry.count.saturating_add(unlisted),
+                error: entry.error.saturating_add(unlisted),
+                ..entry
+            }
+        });
+        let mut entries: Vec<RejectionEntry> = entries.collect();
+        entries.sort_by(|a, b| {
+            let order = |entry: &RejectionEntry| (Reverse(entry.count), tie(entry));
+            let by_name = || (&a.policy, &a.text).cmp(&(&b.policy, &b.text));
+            order(a).cmp(&order(b)).then_with(by_name)
+        });
+        entries.truncate(limit);
+        RejectionRanking {
+            since_s: self.since_s.unwrap_or(0),
+            refused: self.refused,
+            unseen_at_most: self.unseen_at_most,
+            entries,
+        }
+    }
 }
 
 impl SpaceSavingSketch {
@@ -334,26 +376,13 @@ impl SpaceSavingSketch {
             self.counts.last().copied().unwrap_or_default()
         }
     }
+}
 
-    fn merge_into(&self, sums: &mut HashMap<u128, MergedCount>, policy: Option<&str>) {
-        let min_count = self.max_unlisted_count();
-        let items = self.items.iter().zip(&self.counts);
-        for (item, count) in
-            items.filter(|(item, _)| policy.is_none_or(|policy| *item.policy == *policy))
-        {
-            let sum = sums.entry(item.id).or_insert_with(|| MergedCount {
-                item: SketchItem {
-                    max_error: 0,
-                    ..item.clone()
-                },
-                count: 0,
-                floor_sum: 0,
-            });
-            sum.count += count;
-            sum.item.max_error += item.max_error;
-            sum.floor_sum += min_count;
-        }
-    }
+/// The id of a text of a policy. All workers share one randomly keyed hasher, so that clients cannot
+/// construct collisions.
+pub(crate) fn hash_text(policy: &str, text: &str) -> u128 {
+    static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
+    HASHER.hash_one((policy, text)).into()
 }
 
 fn escape_and_truncate_path(path: &str) -> String {

@@ -3,26 +3,30 @@
 //! Whether a request is recorded is decided at its arrival: by its caller's trace context,
 //! otherwise by random sampling. An unrecorded request gets no trace context, and its headers stay
 //! unchanged. Recording never blocks: a finished request enters a queue, and a separate thread
-//! exports its spans.
+//! exports its spans in batches. Spans that do not fit into the queue are dropped and counted.
 
 mod context;
-mod exporter;
 mod span;
 
 pub use context::{SpanId, TraceId, TraceParent};
 pub use span::{RequestRecording, TracedRequest, TracedResponse};
 
-use super::otlp::{CollectorClient, CollectorSettings, ExportHandle, OtlpSignal};
+use super::otlp::{
+    CollectorClient, CollectorSettings, ExportHandle, OtlpSignal, instrumentation_scope,
+};
 use crate::clock::Clock;
-use exporter::{QUEUE_CAPACITY, SpanExportCounters, start_export};
-use http::HeaderMap;
+use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::resource::v1::Resource;
-use opentelemetry_proto::tonic::trace::v1::Span;
+use opentelemetry_proto::tonic::trace::v1::{ResourceSpans, ScopeSpans, Span};
+use prost::Message;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use tokio::sync::mpsc;
-use tokio::time::Instant;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+use tokio::runtime::Builder;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::sleep;
 
 /// Settings of tracing: the collector, and the sampling of requests.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +40,7 @@ pub struct TraceSettings {
 #[derive(Clone, Debug)]
 pub struct Tracer(Arc<SharedTracer>);
 
+#[derive(Debug)]
 struct SharedTracer {
     sample_ratio: f64,
     clock: Clock,
@@ -62,26 +67,6 @@ impl Tracer {
         Ok((Self(Arc::new(inner)), exporter))
     }
 
-    /// Returns a recording of the request if it is sampled. `caller` is the trace context of its
-    /// headers.
-    pub fn start_recording_if_sampled(
-        &self,
-        caller: Option<TraceParent>,
-        headers: &HeaderMap,
-        request: &TracedRequest<'_>,
-        arrived: Instant,
-    ) -> Option<Box<RequestRecording>> {
-        let is_sampled = match caller {
-            Some(caller) => caller.is_sampled(),
-            None => fastrand::f64() < self.0.sample_ratio,
-        };
-        is_sampled.then(|| {
-            Box::new(RequestRecording::new(
-                self, caller, headers, request, arrived,
-            ))
-        })
-    }
-
     /// Returns the numbers of spans since the start, by export result.
     pub fn span_counts(&self) -> [(&'static str, u64); 3] {
         let counters = &self.0.counters;
@@ -91,5 +76,120 @@ impl Tracer {
             ("failed", &counters.failed),
         ];
         counters.map(|(result, count)| (result, count.load(Ordering::Relaxed)))
+    }
+}
+
+/// Maximum number of finished requests that wait for their export; they take a few MiB at most.
+const QUEUE_CAPACITY: usize = 2048;
+/// Maximum number of requests in one batch.
+const MAX_BATCH_REQUESTS: usize = 256;
+/// Maximum time that the first request of a batch waits for others.
+const MAX_BATCH_DELAY: Duration = Duration::from_secs(1);
+
+/// Counters of spans by export result.
+#[derive(Debug, Default)]
+struct SpanExportCounters {
+    exported: AtomicU64,
+    /// Spans that were dropped because the queue was full.
+    dropped: AtomicU64,
+    /// Spans that were not exported because the collector was unavailable or rejected them.
+    failed: AtomicU64,
+}
+
+/// State of the export thread.
+struct SpanExportWorker {
+    collector: CollectorClient,
+    resource: Resource,
+    counters: Arc<SpanExportCounters>,
+}
+
+/// Starts the export thread, which exports what is queued.
+fn start_export(
+    collector: CollectorClient,
+    resource: Resource,
+    counters: Arc<SpanExportCounters>,
+    queue: mpsc::Receiver<Vec<Span>>,
+) -> io::Result<ExportHandle> {
+    let (handle, stopped, done) = ExportHandle::new("span");
+    let runtime = Builder::new_current_thread().enable_all().build()?;
+    let worker = SpanExportWorker {
+        collector,
+        resource,
+        counters,
+    };
+    thread::Builder::new()
+        .name("trace".to_owned())
+        .spawn(move || {
+            runtime.block_on(worker.run(queue, stopped));
+            drop(done);
+        })?;
+    Ok(handle)
+}
+
+/// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.
+async fn fill_batch(batch: &mut Vec<Vec<Span>>, queue: &mut mpsc::Receiver<Vec<Span>>) {
+    while batch.len() < MAX_BATCH_REQUESTS {
+        let remaining = MAX_BATCH_REQUESTS - batch.len();
+        if queue.recv_many(batch, remaining).await == 0 {
+            return;
+        }
+    }
+}
+
+impl SpanExportWorker {
+    async fn run(
+        mut self,
+        mut queue: mpsc::Receiver<Vec<Span>>,
+        mut stopped: oneshot::Receiver<()>,
+    ) {
+        let mut is_ending = false;
+        loop {
+            let mut batch = Vec::new();
+            tokio::select! {
+                taken = queue.recv_many(&mut batch, MAX_BATCH_REQUESTS) => if taken == 0 { return },
+                _ = &mut stopped, if !is_ending => {
+                    is_ending = true;
+                    queue.close();
+                    continue;
+                }
+            }
+            if !is_ending {
+                tokio::select! {
+                    () = fill_batch(&mut batch, &mut queue) => {}
+                    () = sleep(MAX_BATCH_DELAY) => {}
+                    _ = &mut stopped => is_ending = true,
+                }
+                if is_ending {
+                    queue.close();
+                }
+            }
+            self.export(batch).await;
+        }
+    }
+
+    async fn export(&mut self, batch: Vec<Vec<Span>>) {
+        let spans: Vec<Span> = batch.into_iter().flatten().collect();
+        let span_count = u64::try_from(spans.len()).unwrap_or(u64::MAX);
+        let scope_spans = vec![ScopeSpans {
+            scope: Some(instrumentation_scope()),
+            spans,
+            ..ScopeSpans::default()
+        }];
+        let resource = Some(self.resource.clone());
+        let resource_spans = vec![ResourceSpans {
+            resource,
+            scope_spans,
+            ..ResourceSpans::default()
+        }];
+        let request = ExportTraceServiceRequest { resource_spans };
+        let (failed, error) = match self.collector.export(request.encode_to_vec().into()).await {
+            Ok(rejected) => (rejected.min(span_count), None),
+            Err(error) => (span_count, Some(error)),
+        };
+        let counters = &self.counters;
+        counters.failed.fetch_add(failed, Ordering::Relaxed);
+        let exported = span_count - failed;
+        counters.exported.fetch_add(exported, Ordering::Relaxed);
+        self.collector.log_result(error.as_deref());
     }
 }

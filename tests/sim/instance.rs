@@ -115,7 +115,7 @@ impl Instance {
             ));
         }
         let redis_stores = stores.into_iter().filter_map(|store| match store {
-            Store::Redis { redis, .. } => Some(redis),
+            Store::Redis(path) => Some(path.redis),
             Store::Memory(_) => None,
         });
         runtime.spawn(serve_requests(

@@ -3,11 +3,11 @@
 //! Summaries come from other processes, possibly of other versions: a missing field counts as
 //! absent, and every text is bounded by the size of a summary.
 
-use super::summary::MAX_SUMMARY_ENTRIES;
-use crate::admin::{FleetDocument, FleetInstanceDocument, InstanceSummary, OverviewInstance};
-use crate::telemetry::top_rejections::{RejectedText, RejectionEntry, RejectionRanking};
-use std::collections::HashMap;
-use std::net::SocketAddr;
+use super::peer_client::MAX_SUMMARY_ENTRIES;
+use crate::admin::{
+    AdvertisedAddress, FleetDocument, FleetInstanceDocument, InstanceSummary, OverviewInstance,
+};
+use crate::telemetry::top_rejections::{RankingSum, RejectionRanking, hash_text};
 
 /// The instances that have answered or failed so far, added up.
 #[derive(Debug)]
@@ -18,25 +18,6 @@ pub(super) struct FleetSum {
     instances: Vec<(usize, FleetInstanceDocument)>,
     keys: RankingSum,
     paths: RankingSum,
-}
-
-/// A ranking of the fleet. The text of an entry is a key or a path.
-#[derive(Debug, Default)]
-struct RankingSum {
-    /// By policy and text.
-    entries: HashMap<(String, RejectedText), RankedSum>,
-    refused: u64,
-    unseen: u64,
-    since_s: Option<u64>,
-}
-
-/// One ranked key or path of the fleet.
-#[derive(Debug, Default)]
-struct RankedSum {
-    count: u64,
-    error: u64,
-    /// Sum of `unseen_at_most` over the instances that list the entry.
-    seen_bounds: u64,
 }
 
 impl FleetSum {
@@ -79,8 +60,8 @@ impl FleetSum {
         let fleet = &mut self.document;
         fleet.answered += usize::from(not_asked.is_none());
         fleet.decisions_per_s += summary.figures.decisions_per_s.unwrap_or_default();
-        self.keys.add(&summary.keys);
-        self.paths.add(&summary.paths);
+        add_ranking(&mut self.keys, &summary.keys);
+        add_ranking(&mut self.paths, &summary.paths);
         let instance = FleetInstanceDocument {
             is_self: instance.id == self.own.id,
             state: summary.status.unwrap_or(instance.state),
@@ -94,7 +75,8 @@ impl FleetSum {
 
     fn explain_failure(&self, instance: &FleetInstanceDocument, reason: String) -> String {
         let address = instance.admin.as_deref().unwrap_or_default();
-        if is_loopback(address) && instance.name.as_ref() != Some(&self.own.host) {
+        let is_loopback = AdvertisedAddress::parse(address).is_ok_and(|to| to.is_loopback());
+        if is_loopback && instance.name.as_ref() != Some(&self.own.host) {
             format!("{reason} (its address is loopback: see admin.advertise)")
         } else {
             reason
@@ -109,8 +91,8 @@ impl FleetSum {
         FleetDocument {
             listed: instances.len(),
             instances,
-            keys: self.keys.into_ranking(),
-            paths: self.paths.into_ranking(),
+            keys: self.keys.into_ranking(MAX_SUMMARY_ENTRIES, |_| 0),
+            paths: self.paths.into_ranking(MAX_SUMMARY_ENTRIES, |_| 0),
             ..self.document
         }
     }
@@ -131,55 +113,18 @@ pub(super) fn parse_summary(body: &[u8], id: &str) -> Result<InstanceSummary, St
     }
 }
 
-fn is_loopback(address: &str) -> bool {
-    let ip = address.parse::<SocketAddr>().map(|address| address.ip());
-    ip.is_ok_and(|ip| ip.to_canonical().is_loopback())
-}
-
-impl RankingSum {
-    /// Adds the ranking of one instance, unless it has none.
-    fn add(&mut self, ranking: &RejectionRanking) {
-        if *ranking == RejectionRanking::default() {
-            return;
-        }
-        let bound = ranking.unseen_at_most;
-        self.refused = self.refused.saturating_add(ranking.refused);
-        self.unseen = self.unseen.saturating_add(bound);
-        self.since_s = Some(self.since_s.unwrap_or(u64::MAX).min(ranking.since_s));
-        for entry in ranking.entries.iter().take(MAX_SUMMARY_ENTRIES) {
-            let key = (entry.policy.clone(), entry.text.clone());
-            let sum = self.entries.entry(key).or_default();
-            sum.count = sum.count.saturating_add(entry.count);
-            sum.error = sum.error.saturating_add(entry.error);
-            sum.seen_bounds = sum.seen_bounds.saturating_add(bound);
-        }
+/// Adds the ranking of one instance, unless it has none.
+fn add_ranking(sum: &mut RankingSum, ranking: &RejectionRanking) {
+    if *ranking == RejectionRanking::default() {
+        return;
     }
-
-    /// As in the ranking of an instance, the true count of an entry lies between `count - error`
-    /// and `count`: an instance that does not list an entry may have seen it up to
-    /// `unseen_at_most` times.
-    fn into_ranking(self) -> RejectionRanking {
-        let entries = self.entries.into_iter().map(|((policy, text), sum)| {
-            let unlisted = self.unseen.saturating_sub(sum.seen_bounds);
-            RejectionEntry {
-                policy,
-                text,
-                count: sum.count.saturating_add(unlisted),
-                error: sum.error.saturating_add(unlisted),
-            }
+    let bound = ranking.unseen_at_most;
+    sum.add_part(ranking.since_s, ranking.refused, bound);
+    for entry in ranking.entries.iter().take(MAX_SUMMARY_ENTRIES) {
+        let id = hash_text(&entry.policy, entry.text.as_str());
+        sum.add_entry(id, bound, (entry.count, entry.error), || {
+            (entry.policy.clone(), entry.text.clone())
         });
-        let mut entries: Vec<_> = entries.collect();
-        entries.sort_by(|a, b| {
-            let by_name = (&a.policy, &a.text).cmp(&(&b.policy, &b.text));
-            b.count.cmp(&a.count).then(by_name)
-        });
-        entries.truncate(MAX_SUMMARY_ENTRIES);
-        RejectionRanking {
-            since_s: self.since_s.unwrap_or(0),
-            refused: self.refused,
-            unseen_at_most: self.unseen,
-            entries,
-        }
     }
 }
 
@@ -203,10 +148,10 @@ mod tests {
         });
         let mut sum = RankingSum::default();
         for ranking in [first, second, json!({})] {
-            sum.add(&serde_json::from_value(ranking).unwrap());
+            add_ranking(&mut sum, &serde_json::from_value(ranking).unwrap());
         }
         assert_eq!(
-            json!(sum.into_ranking()),
+            json!(sum.into_ranking(MAX_SUMMARY_ENTRIES, |_| 0)),
             json!({
                 "since_s": 90, "refused": 17, "unseen_at_most": 3,
                 "entries": [

@@ -1,6 +1,5 @@
 //! HTTP client for the summaries of other instances.
 
-use super::summary::MAX_SUMMARY_ENTRIES;
 use crate::http_client;
 use crate::text::SecretText;
 use bytes::Bytes;
@@ -17,6 +16,8 @@ use tokio::time::timeout;
 
 /// Timeout of one request, including the connection setup.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum number of entries in each ranking of a summary.
+pub(super) const MAX_SUMMARY_ENTRIES: usize = 100;
 /// Maximum size of a summary.
 const MAX_SUMMARY_BYTES: usize = 256 << 10;
 

@@ -1,9 +1,9 @@
 //! Judges the facts about one server.
 
-use super::store_findings::{format_seconds, judge_clock_difference};
+use super::store_findings::{CLOCK_FAULT_US, CLOCK_WARNING_US, format_seconds};
 use super::{
-    DoctorFinding, FindingLevel, failure, fault, finding, join_names, ok, quote_error, unknown,
-    warning,
+    DoctorFinding, FindingLevel, failure, fault, finding, join_names, level_from, ok, quote_error,
+    unknown, warning,
 };
 use crate::config::format_duration;
 use crate::store::redis::{
@@ -95,7 +95,8 @@ fn judge_clock(clock: ClockReading) -> DoctorFinding {
     // The part that the measurement cannot explain.
     let certain_us = difference_us.saturating_sub(clock.error_us);
     let advice = "synchronize both clocks (NTP): limits follow the server's clock; logs, tokens and reset times in responses follow this machine's";
-    judge_clock_difference(certain_us, found, advice)
+    let level = level_from(certain_us, CLOCK_WARNING_US, CLOCK_FAULT_US);
+    finding(level, "clock", found, advice)
 }
 
 fn judge_version(info: &InfoFields) -> Option<DoctorFinding> {
@@ -159,11 +160,7 @@ fn judge_memory(info: &InfoFields) -> Option<DoctorFinding> {
     };
     let found = format!("{used_text} of {max_text} used ({percent} %)");
     let advice = "raise maxmemory, shorten periods, or use an algorithm with less memory than sliding_log (docs/ALGORITHMS.md)";
-    let level = match percent {
-        MEMORY_FAULT_PERCENT.. => FindingLevel::Fault,
-        MEMORY_WARNING_PERCENT.. => FindingLevel::Warning,
-        _ => FindingLevel::Ok,
-    };
+    let level = level_from(percent, MEMORY_WARNING_PERCENT, MEMORY_FAULT_PERCENT);
     Some(finding(level, "memory", found, advice))
 }
 
@@ -239,7 +236,7 @@ fn judge_replicas(settings: &RedisSettings, info: &InfoFields) -> Vec<DoctorFind
         );
         let is_late = replica.lag_s.is_some_and(|lag_s| lag_s > MAX_REPLICA_LAG_S)
             || replica.behind_bytes > MAX_REPLICA_BEHIND_BYTES;
-        let level = FindingLevel::warning_if(replica.state != "online" || is_late);
+        let level = level_from(u64::from(replica.state != "online" || is_late), 1, u64::MAX);
         let advice =
             "a failover to this replica loses the usage that it lacks: check its load and network";
         finding(level, "replication", found, advice)
@@ -259,19 +256,13 @@ fn judge_replicas(settings: &RedisSettings, info: &InfoFields) -> Vec<DoctorFind
 }
 
 fn judge_clients(info: &InfoFields) -> Option<DoctorFinding> {
-    let (clients, max) = (
-        info.number("connected_clients")?,
-        info.number("maxclients")?,
-    );
+    let clients = info.number("connected_clients")?;
+    let max = info.number("maxclients")?;
     let found = format!("{clients} of {max} connections (maxclients)");
-    let is_near = clients.saturating_mul(100) >= max.saturating_mul(CLIENTS_WARNING_PERCENT);
+    let near = max.saturating_mul(CLIENTS_WARNING_PERCENT);
+    let level = level_from(clients.saturating_mul(100), near, u64::MAX);
     let advice = "raise maxclients: at least 2 × instances × workers + 100";
-    Some(finding(
-        FindingLevel::warning_if(is_near),
-        "clients",
-        found,
-        advice,
-    ))
+    Some(finding(level, "clients", found, advice))
 }
 
 fn judge_permissions(settings: &RedisSettings, denied: &[DeniedCommand]) -> Vec<DoctorFinding> {
@@ -359,10 +350,7 @@ fn judge_latency(settings: &RedisSettings, latency: ScriptLatency) -> DoctorFind
     );
     let timeout_us = u64::try_from(settings.timeout.as_micros()).unwrap_or(u64::MAX);
     let advice = "move tidegate and Redis closer together, look at SLOWLOG and LATENCY DOCTOR, use leases, or raise store.redis.timeout";
-    let level = match latency.p99_us {
-        p99_us if p99_us >= timeout_us => FindingLevel::Fault,
-        p99_us => FindingLevel::warning_if(p99_us >= timeout_us / 2),
-    };
+    let level = level_from(latency.p99_us, timeout_us / 2, timeout_us);
     finding(level, "latency", found, advice)
 }
 

@@ -1,6 +1,8 @@
 //! Judges what concerns all servers: the configuration, the topology and the clocks.
 
-use super::{DoctorFinding, FindingLevel, failure, fault, finding, ok, quote_error, warning};
+use super::{
+    DoctorFinding, FindingLevel, failure, fault, finding, level_from, ok, quote_error, warning,
+};
 use crate::config::format_duration;
 use crate::store::redis::{RedisDiagnosis, RedisSettings, RedisTopology, ServerFacts};
 use std::collections::BTreeSet;
@@ -10,8 +12,8 @@ use std::time::Duration;
 const ENVOY_DEFAULT_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Clock differences from which on there is a warning, and a fault.
-const CLOCK_WARNING_US: u64 = 1_000_000;
-const CLOCK_FAULT_US: u64 = 10_000_000;
+pub(super) const CLOCK_WARNING_US: u64 = 1_000_000;
+pub(super) const CLOCK_FAULT_US: u64 = 10_000_000;
 
 /// Judges the timeout of decisions for the rate limit service, which depends on the caller.
 pub(super) fn judge_service_timeout(settings: &RedisSettings) -> DoctorFinding {
@@ -62,10 +64,10 @@ pub(super) fn judge_topology(
             ),
             "restore the missing masters, or assign the slots: redis-cli --cluster fix",
         )),
-        None if settings.topology == RedisTopology::Standalone => {
-            Some(ok("topology", "one server"))
+        None => {
+            let is_standalone = settings.topology == RedisTopology::Standalone;
+            is_standalone.then(|| ok("topology", "one server"))
         }
-        None => None,
     });
     let omitted = diagnosis.omitted_servers;
     if omitted > 0 {
@@ -87,12 +89,8 @@ fn judge_sentinels(diagnosis: &RedisDiagnosis) -> Vec<DoctorFinding> {
     let failed = diagnosis.sentinels.iter().filter_map(|answer| {
         let error = answer.master.as_ref().err()?;
         let what = format!("sentinel {} names no master", answer.sentinel);
-        Some(finding(
-            level,
-            "topology",
-            quote_error(&what, error),
-            error.remedy(),
-        ))
+        let found = quote_error(&what, error);
+        Some(finding(level, "topology", found, error.remedy()))
     });
     let mut findings: Vec<DoctorFinding> = failed.collect();
     let masters: BTreeSet<&String> = named.iter().copied().collect();
@@ -126,21 +124,8 @@ pub(super) fn judge_clocks_between_servers(
         format_seconds(difference_us)
     );
     let advice = "synchronize the clocks of all masters (NTP): a counter that moves to another master keeps the times of the first";
-    Some(judge_clock_difference(difference_us, found, advice))
-}
-
-/// The level depends on the difference.
-pub(super) fn judge_clock_difference(
-    difference_us: u64,
-    found: String,
-    advice: &str,
-) -> DoctorFinding {
-    let level = match difference_us {
-        CLOCK_FAULT_US.. => FindingLevel::Fault,
-        CLOCK_WARNING_US.. => FindingLevel::Warning,
-        _ => FindingLevel::Ok,
-    };
-    finding(level, "clock", found, advice)
+    let level = level_from(difference_us, CLOCK_WARNING_US, CLOCK_FAULT_US);
+    Some(finding(level, "clock", found, advice))
 }
 
 #[allow(

@@ -61,7 +61,11 @@ impl<R: BufRead> RecordReader<R> {
                 first,
                 last: self.next_line.saturating_sub(1),
             };
-            if !record.is_blank() {
+            let is_blank = record.values.is_empty()
+                && record.value.trim_ascii().is_empty()
+                && record.state != QuoteState::Quoted
+                && record.len <= MAX_RECORD_BYTES;
+            if !is_blank {
                 return Ok(Some((lines, record.finish(lines))));
             }
         }
@@ -150,13 +154,6 @@ impl RecordParser {
         if self.len <= MAX_RECORD_BYTES {
             self.value.push(byte);
         }
-    }
-
-    fn is_blank(&self) -> bool {
-        self.state != QuoteState::Quoted
-            && self.len <= MAX_RECORD_BYTES
-            && self.values.is_empty()
-            && self.value.trim_ascii().is_empty()
     }
 
     fn finish(mut self, lines: LineRange) -> Result<Vec<String>, String> {

@@ -33,42 +33,32 @@ pub(super) async fn export_overrides(
     config: &Config,
     arguments: &ExportArguments,
 ) -> Result<(), CommandError> {
-    let mut output = io::BufWriter::new(io::stdout().lock());
-    let mut written: io::Result<()> = Ok(());
-    let is_included = |stored: &StoredOverride| {
-        let policy = arguments.policy.as_deref();
-        policy.is_none_or(|policy| stored.key.policy_name() == policy)
+    let width = max_value_count(config);
+    let to_line = |stored: &StoredOverride| match arguments.format {
+        ExportFormat::Jsonl => Ok(format!("{}\n", json!(describe_stored_override(stored))).into()),
+        ExportFormat::Csv => csv_line(csv_record(stored, width)),
     };
-    match arguments.format {
-        ExportFormat::Jsonl => {
-            let visited = store.visit(|stored| {
-                if is_included(&stored) {
-                    written = writeln!(output, "{}", json!(describe_stored_override(&stored)));
-                }
-                written.is_ok()
-            });
-            visited.await?;
-        }
-        ExportFormat::Csv => {
-            let width = max_value_count(config);
-            let mut writer = csv::WriterBuilder::new()
-                .flexible(true)
-                .from_writer(&mut output);
-            let mut result = writer.write_record(csv_header(width));
-            let visited = store.visit(|stored| {
-                if is_included(&stored) && result.is_ok() {
-                    result = writer.write_record(csv_record(&stored, width));
-                }
-                result.is_ok()
-            });
-            visited.await?;
-            written = result
-                .map_err(io::Error::other)
-                .and_then(|()| writer.flush());
-        }
-    }
+    let mut output = io::BufWriter::new(io::stdout().lock());
+    let mut written = match arguments.format {
+        ExportFormat::Jsonl => Ok(()),
+        ExportFormat::Csv => csv_line(csv_header(width)).and_then(|line| output.write_all(&line)),
+    };
+    let visited = store.visit(arguments.policy.as_deref(), |stored| {
+        let line = to_line(&stored);
+        written = line.and_then(|line| output.write_all(&line));
+        written.is_ok()
+    });
+    visited.await?;
     let flushed = written.and_then(|()| output.flush());
     Ok(flushed.map_err(|error| format!("stdout: {error}"))?)
+}
+
+fn csv_line(values: Vec<String>) -> io::Result<Vec<u8>> {
+    let mut writer = csv::Writer::from_writer(Vec::new());
+    writer.write_record(values)?;
+    writer
+        .into_inner()
+        .map_err(|error| io::Error::other(error.error().to_string()))
 }
 
 /// The most values of a key of a policy with overrides.
@@ -92,13 +82,10 @@ const CSV_FIELDS: [&str; 6] = [
 ];
 
 fn csv_header(width: usize) -> Vec<String> {
-    let further_keys = (2..=width).map(|position| format!("key{position}"));
-    ["policy", "key"]
-        .map(str::to_owned)
-        .into_iter()
-        .chain(further_keys)
-        .chain(CSV_FIELDS.map(str::to_owned))
-        .collect()
+    let keys = (2..=width).map(|position| format!("key{position}"));
+    let names = ["policy", "key"].map(str::to_owned).into_iter();
+    let names = names.chain(keys).chain(CSV_FIELDS.map(str::to_owned));
+    names.collect()
 }
 
 fn csv_record(stored: &StoredOverride, width: usize) -> Vec<String> {

@@ -10,12 +10,13 @@ use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
     FIELD_NAMES, OverrideInput, amounts_by_limit, override_from_json, resolve_override,
 };
-use crate::cli::output::{CommandError, new_progress_bar};
+use crate::cli::output::{CommandError, format_answer, new_progress_bar};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::limiter::{KeyOverride, MAX_UNITS};
 use crate::policy::PolicyTable;
 use crate::store::{StoredOverride, parse_override_rule};
+use crate::text::{count_noun, escape_unprintable};
 use indicatif::ProgressBar;
 use serde_json::{Map, Value, json};
 use std::fs::File;
@@ -38,30 +39,25 @@ pub(crate) struct ImportArguments {
     dry_run: bool,
 }
 
-/// What an import did.
-#[derive(Debug, Default)]
-pub(super) struct ImportReport {
-    pub(super) set_count: u64,
-    pub(super) error_count: u64,
-}
-
 /// An override as read from a record, or why it can't be.
 type ParsedRecord = (LineRange, Result<OverrideInput, String>);
 
-/// Sets the overrides of a file. Errors in records are passed to `report_error` with their lines.
+/// Sets the overrides of a file, and returns the text to print. Each wrong record is an error on
+/// stderr, and the command fails after all records.
 ///
 /// # Errors
-/// A message for the user if the file can't be read, or the store fails.
-pub(super) async fn import_file(
+/// A message for the user if the file can't be read, a record is wrong, or the store fails.
+#[allow(clippy::print_stderr, reason = "errors appear while the import runs")]
+pub(super) async fn import_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ImportArguments,
-    mut report_error: impl FnMut(LineRange, &str),
-) -> Result<ImportReport, CommandError> {
+    as_json: bool,
+) -> Result<String, CommandError> {
     let now_us = Clock::system().now_us();
     let records = open_records(&arguments.file, now_us)?;
     let progress = new_progress_bar(None, 4, "{spinner} {human_pos} set, {per_sec}, {elapsed}");
-    let mut report = ImportReport::default();
+    let (mut set_count, mut error_count) = (0, 0_u64);
     let mut chunk: Vec<(u64, StoredOverride)> = Vec::with_capacity(CHUNK_LEN);
     for record in records {
         let (lines, input) = record?;
@@ -76,18 +72,34 @@ pub(super) async fn import_file(
         match resolved {
             Ok(stored) => chunk.push((lines.first, stored)),
             Err(why) => {
-                report.error_count += 1;
-                progress.suspend(|| report_error(lines, &why));
+                error_count += 1;
+                progress.suspend(|| eprintln!("{lines}: {}", escape_unprintable(&why)));
             }
         }
         if chunk.len() == CHUNK_LEN {
-            report.set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
-            progress.set_position(report.set_count);
+            set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
+            progress.set_position(set_count);
         }
     }
-    report.set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
+    set_count += set_chunk(store, arguments, &mut chunk, &progress).await?;
     progress.finish_and_clear();
-    Ok(report)
+    if error_count > 0 {
+        let wrong = match error_count {
+            1 => "1 line is wrong and was not set".to_owned(),
+            many => format!("{many} lines are wrong and were not set"),
+        };
+        let set = match set_count {
+            1 => "1 override was set".to_owned(),
+            many => format!("{many} overrides were set"),
+        };
+        return Err(CommandError::Message(format!("{wrong}; {set}")));
+    }
+    let format_text = |_: &Value| format!("{} set\n", count_noun(set_count, "override"));
+    Ok(format_answer(
+        &json!({ "set": set_count }),
+        format_text,
+        as_json,
+    ))
 }
 
 /// Drops empty values beyond the key of the policy: their columns belong to other policies.
@@ -148,19 +160,15 @@ fn open_records(
         let record = reader.read_record().map_err(|error| error.to_string());
         let parse = |values: Vec<String>| match &columns {
             Some(columns) => read_record(&values, columns, now_us),
-            None => parse_json_line(&values.concat(), now_us),
+            None => match serde_json::from_str(&values.concat()) {
+                Ok(Value::Object(object)) => override_from_json(&object, now_us),
+                Ok(_) => Err("expected a JSON object".to_owned()),
+                Err(error) => Err(format!("invalid JSON: {error}")),
+            },
         };
         let record = record.transpose()?;
         Some(record.map(|(lines, values)| (lines, values.and_then(parse))))
     }))
-}
-
-fn parse_json_line(line: &str, now_us: u64) -> Result<OverrideInput, String> {
-    match serde_json::from_str(line) {
-        Ok(Value::Object(object)) => override_from_json(&object, now_us),
-        Ok(_) => Err("expected a JSON object".to_owned()),
-        Err(error) => Err(format!("invalid JSON: {error}")),
-    }
 }
 
 /// The meaning of a CSV column.

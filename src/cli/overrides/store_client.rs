@@ -115,11 +115,17 @@ impl StoreClient {
         }
     }
 
-    /// Passes all overrides to `visit`, in no order, until it returns false.
+    /// Passes the overrides of all policies, or of one, to `visit`, in no order, until it returns
+    /// false.
     pub(super) async fn visit(
         &self,
+        policy: Option<&str>,
         mut visit: impl FnMut(StoredOverride) -> bool,
     ) -> Result<(), CommandError> {
+        let mut visit = |stored: StoredOverride| {
+            let is_selected = policy.is_none_or(|policy| stored.key.policy_name() == policy);
+            !is_selected || visit(stored)
+        };
         let (client, table) = match self {
             Self::Redis(store) => return Ok(store.visit(visit).await?),
             Self::AdminPort(client, table) => (client, table),

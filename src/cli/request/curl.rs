@@ -169,22 +169,16 @@ impl CurlOptions {
             return Ok(true);
         }
         let positive = name.strip_prefix("--no-").map(|name| format!("--{name}"));
-        let is_ignored = is_listed(IGNORED_FLAGS, name)
-            || positive.is_some_and(|positive| is_listed(IGNORED_FLAGS, &positive));
-        if !is_ignored {
-            self.apply_flag(name);
-        }
-        Ok(false)
-    }
-
-    fn apply_flag(&mut self, name: &str) {
         match name {
+            _ if is_listed(IGNORED_FLAGS, name) => {}
+            _ if positive.is_some_and(|positive| is_listed(IGNORED_FLAGS, &positive)) => {}
             "--head" => self.is_head = true,
             "--get" => self.is_get = true,
             "--compressed" => self.push_header("accept-encoding", "deflate, gzip, br, zstd"),
             "--list-only" | "--use-ascii" => {}
             name => self.notes.push(format!("ignored: {name}")),
         }
+        Ok(false)
     }
 
     fn apply_value_option(&mut self, name: &str, value: &str) -> Result<(), String> {
@@ -318,12 +312,11 @@ fn is_listed(options: &str, name: &str) -> bool {
 
 /// Encodes the value of `--data-urlencode`: `content`, `=content` or `name=content`.
 fn encode_urlencoded_data(data: &str) -> String {
-    match data.split_once('=') {
-        Some(("", content)) => utf8_percent_encode(content, &FORM_ENCODE_SET).to_string(),
-        Some((name, content)) => {
-            format!("{name}={}", utf8_percent_encode(content, &FORM_ENCODE_SET))
-        }
-        None => utf8_percent_encode(data, &FORM_ENCODE_SET).to_string(),
+    let (name, content) = data.split_once('=').unwrap_or(("", data));
+    let content = utf8_percent_encode(content, &FORM_ENCODE_SET);
+    match name {
+        "" => content.to_string(),
+        name => format!("{name}={content}"),
     }
 }
 

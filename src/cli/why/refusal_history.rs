@@ -30,7 +30,6 @@ const MAX_PAUSE_PERIODS: u64 = 5;
 pub(super) struct RefusalHistory {
     pub(super) period_s: u64,
     series: BTreeMap<SeriesName, BTreeMap<u64, RefusalPeriod>>,
-    period_count: usize,
 }
 
 /// What refused the requests of a series.
@@ -66,7 +65,6 @@ impl RefusalHistory {
         Self {
             period_s: MIN_PERIOD_S,
             series: BTreeMap::new(),
-            period_count: 0,
         }
     }
 
@@ -78,25 +76,21 @@ impl RefusalHistory {
                 name.decision = OTHER_DECISION.to_owned();
             }
         }
+        let last_request = format!("{} {}", request.method, request.path);
         let refusal = RefusalPeriod {
             refused: 1,
             first_us: at_us,
             last_us: at_us,
             min_wait_ms: request.retry_after_ms,
             max_wait_ms: request.retry_after_ms,
-            last_request: shorten_request(request),
+            last_request: truncate_text(&last_request, MAX_REQUEST_CHARS, '…'),
         };
         let periods = self.series.entry(name).or_default();
-        let mut is_new = false;
         periods
             .entry(at_us / self.period_s.saturating_mul(1_000_000))
             .and_modify(|period| period.merge(&refusal))
-            .or_insert_with(|| {
-                is_new = true;
-                refusal
-            });
-        self.period_count += usize::from(is_new);
-        while self.period_count > MAX_PERIODS {
+            .or_insert(refusal);
+        while self.series.values().map(BTreeMap::len).sum::<usize>() > MAX_PERIODS {
             self.merge_neighbouring_periods();
         }
     }
@@ -104,7 +98,6 @@ impl RefusalHistory {
     /// Doubles the width of the periods.
     fn merge_neighbouring_periods(&mut self) {
         self.period_s = self.period_s.saturating_mul(2);
-        self.period_count = 0;
         for periods in self.series.values_mut() {
             let mut merged: BTreeMap<u64, RefusalPeriod> = BTreeMap::new();
             for (number, period) in std::mem::take(periods) {
@@ -113,7 +106,6 @@ impl RefusalHistory {
                     .and_modify(|wide| wide.merge(&period))
                     .or_insert(period);
             }
-            self.period_count += merged.len();
             *periods = merged;
         }
     }
@@ -210,12 +202,6 @@ fn serialize_time<S: Serializer>(at_us: &u64, serializer: S) -> Result<S::Ok, S:
     serializer.serialize_str(&format_rfc3339(*at_us))
 }
 
-/// Method and path, of bounded length.
-fn shorten_request(request: &LoggedRequest) -> String {
-    let text = format!("{} {}", request.method, request.path);
-    truncate_text(&text, MAX_REQUEST_CHARS, '…')
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -240,7 +226,8 @@ mod tests {
             history.add(series_name("a"), minute * 60_000_000, &request);
         }
         assert_eq!(history.period_s, 240);
-        assert!(history.period_count <= MAX_PERIODS);
+        let periods: usize = history.series.values().map(BTreeMap::len).sum();
+        assert!(periods <= MAX_PERIODS);
         assert_eq!(history.total_refused(true), 200_000);
         let episodes = history.episodes();
         assert_eq!(episodes.len(), 1, "no pause");

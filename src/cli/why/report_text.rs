@@ -3,10 +3,10 @@
 use super::WhyReport;
 use super::refusal_history::{RefusalPeriod, SeriesName};
 use super::searched_policy::SearchedPolicy;
-use crate::cli::limit_status::{format_limit, format_wait};
+use crate::cli::limit_status::format_limit;
 use crate::config::format_duration;
 use crate::limiter::{Limit, OverrideInEffect};
-use crate::text::{count_noun, format_count, format_time, format_time_range};
+use crate::text::{count_noun, format_count, format_time, format_time_range, format_wait};
 use std::time::Duration;
 
 /// Maximum number of rows in the table and in the plot; the newest are printed.

@@ -104,10 +104,12 @@ impl<'t> SearchedPolicy<'t> {
             values,
         };
         if given.len() < positions {
-            searched.part_ids = given
-                .iter()
-                .map(|value| searched.part_ids_of(value))
-                .collect();
+            let ids_of = |value: &String| {
+                (0..positions)
+                    .map(|at| searched.part_id(value, at))
+                    .collect()
+            };
+            searched.part_ids = given.iter().map(ids_of).collect();
         }
         let is_part = |ids: &Vec<Option<u64>>| ids.iter().any(Option::is_some);
         if searched.values.is_none()
@@ -127,15 +129,11 @@ impl<'t> SearchedPolicy<'t> {
         Ok(searched)
     }
 
-    /// The hash of a value at each position of the key.
-    fn part_ids_of(&self, value: &str) -> Vec<Option<u64>> {
-        let positions = self.quota.key.value_count();
-        let id_at = |position| {
-            let mut values = vec![String::new(); positions];
-            value.clone_into(values.get_mut(position)?);
-            self.build_key(&values)?.value_ids().get(position).copied()
-        };
-        (0..positions).map(id_at).collect()
+    /// The hash of a value at a position of the key.
+    fn part_id(&self, value: &str, position: usize) -> Option<u64> {
+        let mut values = vec![String::new(); self.quota.key.value_count()];
+        value.clone_into(values.get_mut(position)?);
+        self.build_key(&values)?.value_ids().get(position).copied()
     }
 
     /// The positions of the given values in the key of a logged request, if they are a part of it.

@@ -7,7 +7,7 @@ use crate::config::values;
 use crate::listen::ListenAddress;
 use crate::proxy::ShutdownSettings;
 use crate::telemetry::metrics::MetricExportSettings;
-use crate::telemetry::otlp::{CollectorSettings, CollectorUrl, OtlpSignal};
+use crate::telemetry::otlp::{CollectorSettings, OtlpSignal};
 use crate::telemetry::trace::TraceSettings;
 use crate::telemetry::{LogLevel, LogSettings};
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -91,11 +91,11 @@ fn build_collector_settings(
     signal: OtlpSignal,
 ) -> Option<CollectorSettings> {
     let headers = read_export_headers(reader);
-    let url = reader.get_parsed("otlp", |text| CollectorUrl::parse(text, signal))?;
+    let url = reader.get_parsed("otlp", |text| CollectorSettings::parse_url(text, signal))?;
     let enabled_by = format!("https:// in {table}.otlp");
     let tls = reader.get_table("tls");
-    let tls = client_tls::build_client_tls(&tls, url.endpoint.is_tls, true, &enabled_by);
-    if url.endpoint.is_tls && tls.as_ref()?.server_name_for(&url.endpoint.host).is_err() {
+    let tls = client_tls::build_client_tls(&tls, url.is_tls, true, &enabled_by);
+    if url.is_tls && tls.as_ref()?.server_name_for(&url.host).is_err() {
         let key = format!("{table}.tls.server_name");
         reader.report_error("otlp", client_tls::unverifiable_host(&key));
         return None;

@@ -2,10 +2,13 @@
 //!
 //! hyper's server cannot send informational responses. An informational HTTP/1.1 head is written to
 //! the socket directly, after hyper's earlier output and before the final response
-//! ([`ConnectionMonitor::queue_informational_head`]).
+//! ([`ConnectionOutput`](crate::proxy::client_connection::connection_output::ConnectionOutput)).
 
-use http::{HeaderMap, Response, StatusCode, Version, response};
+use http::{HeaderMap, Request, Response, StatusCode, Version, response};
+use parking_lot::Mutex;
 use std::rc::Rc;
+use std::sync::Arc;
+use std::task::Waker;
 
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 use crate::proxy::http::headers;
@@ -72,7 +75,7 @@ impl InformationalForwarder {
         };
         (self.remaining_responses, self.remaining_bytes) =
             (self.remaining_responses - 1, remaining);
-        client.queue_informational_head(&text);
+        client.output.queue_informational_head(&text);
     }
 }
 
@@ -90,4 +93,50 @@ fn encode_head(head: &response::Parts) -> Vec<u8> {
     }
     text.extend_from_slice(b"\r\n");
     text
+}
+
+/// Queue of one connection's 1xx responses. The lock is never contended; it exists because hyper
+/// requires its callback to be `Sync`.
+#[derive(Debug, Default)]
+pub(crate) struct InformationalResponseQueue(Mutex<InformationalQueueState>);
+
+#[derive(Debug, Default)]
+struct InformationalQueueState {
+    heads: Vec<(StatusCode, HeaderMap)>,
+    /// Responses received since the last forwarding, also those beyond the capacity of `heads`.
+    received: usize,
+    waker: Option<Waker>,
+}
+
+impl InformationalResponseQueue {
+    /// Registers the queue as hyper's callback for 1xx responses to `request`.
+    pub(crate) fn attach_to_request<B>(self: &Arc<Self>, request: &mut Request<B>) {
+        let queue = Arc::clone(self);
+        hyper::ext::on_informational(request, move |head| {
+            let mut state = queue.0.lock();
+            state.received += 1;
+            if state.heads.len() < MAX_INFORMATIONAL_RESPONSES {
+                state.heads.push((head.status(), head.headers().clone()));
+            }
+            if let Some(waker) = state.waker.take() {
+                waker.wake();
+            }
+        });
+    }
+
+    /// Forwards the queued 1xx responses to the client and stores `waker`, which the next one
+    /// wakes. Returns `false` if the upstream sent too many.
+    pub(crate) fn forward_responses(
+        &self,
+        interim: &mut InformationalForwarder,
+        waker: Option<&Waker>,
+    ) -> bool {
+        let mut state = self.0.lock();
+        for (status, fields) in state.heads.drain(..) {
+            interim.forward(status, &fields, Version::HTTP_11);
+        }
+        // `None` clears the waker after the request: a stored waker keeps its task's memory.
+        state.waker = waker.cloned();
+        interim.count_received(std::mem::take(&mut state.received))
+    }
 }

@@ -1,30 +1,25 @@
 //! Request bodies, received from the client.
 
-pub(crate) mod http2_rest;
-pub(crate) mod read_ahead;
-
 use bytes::Bytes;
-use http::HeaderMap;
+use http::{HeaderMap, header};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
-use std::future::poll_fn;
+use std::future::{pending, poll_fn};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::replay_buffer::ReplayBuffer;
-use super::request::http2_rest::discard_http2_rest;
-use super::request::read_ahead::is_message_stream;
 use super::{BodyError, add_to_size_hint};
 use crate::proxy::UpstreamErrorKind;
 use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
-use crate::proxy::client_connection::continue_responses::ContinuePermit;
+use crate::proxy::client_connection::connection_output::ContinuePermit;
 use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::http::request_validation::has_outer_white_space;
 
@@ -172,7 +167,7 @@ impl RequestBody {
         tokio::task::spawn_local(async move {
             drop(rest.await);
             // The body may have kept the request active. Now the idle timeout begins.
-            monitor.connection.wake_driver();
+            monitor.connection.driver.wake();
         });
     }
 
@@ -273,7 +268,7 @@ impl RequestBodyStream {
         let Poll::Ready(frame) = Pin::new(&mut self.incoming).poll_frame(cx) else {
             self.progress.state.set(RequestBodyState::AwaitingClient);
             if let Some(permit) = &self.progress.continue_permit {
-                self.active.monitor().queue_continue(permit);
+                self.active.monitor().output.queue_continue(permit);
             }
             let allowed = self.limits.idle_timeout.saturating_sub(self.lag);
             let deadline = *self.pending_since.get_or_insert_with(Instant::now) + allowed;
@@ -453,5 +448,110 @@ impl Body for RequestBody {
             Some(body) => body.borrow().size_hint(),
             None => SizeHint::with_exact(0),
         }
+    }
+}
+
+/// Start of a body that is read before the request takes a connection that others may need. A
+/// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
+const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
+
+impl RequestBody {
+    /// Whether the start of the body may be read before the request takes a connection. For a call
+    /// with messages it may not: the server may have to answer first.
+    pub(crate) fn may_be_read_ahead(&self) -> bool {
+        let body = self.0.as_ref();
+        body.is_some_and(|body| !body.borrow().is_message_stream)
+    }
+
+    /// Reads the start of the body, at most about [`MAX_READ_AHEAD_BYTES`], and keeps it for the
+    /// upstream. If the future is dropped, what was read is kept too.
+    ///
+    /// # Errors
+    /// Fails if the client does not send it.
+    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
+        let Some(body) = &self.0 else { return Ok(()) };
+        poll_fn(|cx| {
+            let mut body = body.borrow_mut();
+            while body.received < MAX_READ_AHEAD_BYTES
+                && let Some(frame) = ready!(body.poll_client(cx))
+            {
+                let frame = frame?;
+                // Counts as unread until the upstream takes it.
+                let bytes = unread_bytes(&frame);
+                body.active.monitor().memory.add_unread_frames(0, bytes);
+                body.read_ahead_bytes += bytes;
+                body.replay_buffer.append_frame(&frame);
+            }
+            Poll::Ready(Ok(()))
+        })
+        .await
+    }
+}
+
+impl RequestBodyStream {
+    /// Counts the bytes that were read ahead as read.
+    pub(crate) fn release_read_ahead_bytes(&mut self) {
+        let bytes = std::mem::take(&mut self.read_ahead_bytes);
+        self.active.monitor().memory.remove_unread_bytes(bytes);
+    }
+}
+
+/// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
+pub(crate) fn is_message_stream(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE);
+    content_type.is_some_and(|value| {
+        let value = value.as_bytes();
+        value.starts_with(b"application/grpc") || value.starts_with(b"application/connect+")
+    })
+}
+
+/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped. After these bytes
+/// the client has to wait for the end of the response.
+const MAX_HTTP2_DISCARD_BYTES: u64 = 16 * 1024 * 1024;
+
+/// Time between the end of a response and the reset of its unwanted HTTP/2 request body. Common
+/// clients lose a response that arrives together with a reset, even with `NO_ERROR`.
+const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
+
+/// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
+/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the
+/// response. No more than [`MAX_HTTP2_DISCARD_BYTES`] are read.
+async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
+    let progress = Rc::clone(&body.borrow().progress);
+    let rest = async {
+        let mut discarded = 0;
+        while discarded <= MAX_HTTP2_DISCARD_BYTES {
+            let incoming = poll_fn(|cx| Pin::new(&mut body.borrow_mut().incoming).poll_frame(cx));
+            let Some(Ok(frame)) = incoming.await else {
+                return;
+            };
+            body.borrow().release_frame(&frame);
+            discarded += frame.data_ref().map_or(0, |data| data.len() as u64);
+        }
+        pending().await
+    };
+    let delay = async {
+        progress.response_ended.notified().await;
+        sleep(HTTP2_RESET_DELAY).await;
+    };
+    tokio::select! {
+        () = rest => {}
+        () = delay => {}
+    }
+}
+
+#[cfg(test)]
+mod read_ahead_tests {
+    use super::unread_bytes;
+    use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
+    use bytes::Bytes;
+    use http::HeaderMap;
+    use http_body::Frame;
+
+    #[test]
+    fn only_data_frames_count_while_they_are_unread() {
+        let data = Frame::data(Bytes::from_static(b"abc"));
+        assert_eq!(unread_bytes(&data), 3 + UNREAD_FRAME_BYTES);
+        assert_eq!(unread_bytes(&Frame::trailers(HeaderMap::new())), 0);
     }
 }

@@ -2,6 +2,8 @@
 
 use std::cell::Cell;
 
+use crate::proxy::http2_frames::frame_scanner::FrameScan;
+
 /// Measured memory of a connection that is idle, that has buffers for a request and an upstream
 /// connection, and more for each HTTP/2 stream and for a client that does not read: 3, 20, 8 and at
 /// most 60 KiB.
@@ -22,7 +24,7 @@ const MAX_DECODED_BYTES: usize = 64 * 1024 / 32 * DECODED_BYTES_PER_BYTE;
 
 /// Maximum field list size (RFC 9113, 6.5.2: 32 bytes more per field) of an HTTP/2 head that is not
 /// counted separately from its stream.
-pub(crate) const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
+const MAX_UNCOUNTED_LIST_BYTES: usize = 2 * 1024;
 
 /// Unit in which the heads of active requests are counted.
 const HEAD_STEP_BYTES: usize = 4 * 1024;
@@ -43,7 +45,7 @@ pub(crate) struct ConnectionMemory {
     /// Bytes of the incomplete request head.
     head_bytes: Cell<usize>,
     /// Bytes that replace read ones and are not processed.
-    read_ahead_bytes: Cell<usize>,
+    pub(crate) read_ahead_bytes: Cell<usize>,
     /// Bytes of complete HTTP/2 heads whose requests have not begun.
     complete_head_bytes: Cell<usize>,
     /// Bytes of the heads of active requests.
@@ -51,7 +53,7 @@ pub(crate) struct ConnectionMemory {
     /// Whether an HTTP/2 field list was larger, so that all heads count.
     pub(crate) has_large_lists: Cell<bool>,
     /// Active requests and HTTP/2 tunnels.
-    streams: Cell<usize>,
+    pub(crate) streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
     unread_body_bytes: Cell<usize>,
     /// HTTP/2 request trailers that no handler read, and their memory.
@@ -60,23 +62,28 @@ pub(crate) struct ConnectionMemory {
     /// Open HTTP/2 request bodies.
     http2_bodies: Cell<usize>,
     /// Bytes that TLS received since it last returned plaintext or ended its handshake.
-    tls_input_bytes: Cell<usize>,
+    pub(crate) tls_input_bytes: Cell<usize>,
 }
 
 impl ConnectionMemory {
-    /// Sets the number of bytes that replace read ones and are not processed.
-    pub(crate) fn set_read_ahead(&self, bytes: usize) {
-        self.read_ahead_bytes.set(bytes);
-    }
-
     pub(crate) fn add_head_bytes(&self, bytes: usize) {
         self.head_bytes.update(|value| value + bytes);
     }
 
-    /// Records that an HTTP/2 head is complete.
-    pub(crate) fn complete_http2_head(&self) {
-        let bytes = self.head_bytes.take();
-        self.complete_head_bytes.update(|complete| complete + bytes);
+    /// Records received HTTP/2 frames.
+    pub(crate) fn record_scan(&self, scan: &FrameScan) {
+        if !scan.is_within_field_block || scan.ends_field_block {
+            let bytes = self.head_bytes.take();
+            self.complete_head_bytes.update(|complete| complete + bytes);
+        }
+        if scan.is_within_field_block {
+            self.add_head_bytes(scan.field_block_bytes);
+        }
+        self.add_unread_frames(scan.data_frames, scan.data_bytes);
+        if scan.list_bytes > MAX_UNCOUNTED_LIST_BYTES {
+            self.has_large_lists.set(true);
+        }
+        self.add_trailers(scan.trailers, scan.trailer_bytes);
     }
 
     /// Records that the request of a complete head begins, with the memory of its decoded fields.
@@ -109,11 +116,6 @@ impl ConnectionMemory {
         self.streams.update(|value| value - 1);
     }
 
-    /// Number of active requests and HTTP/2 tunnels.
-    pub(crate) fn stream_count(&self) -> usize {
-        self.streams.get()
-    }
-
     /// Records received DATA frames of HTTP/2 request bodies, and the bytes of their payloads. What
     /// no handler reads, such as frames of a stream that was reset, stays counted until no body is
     /// open.
@@ -131,7 +133,7 @@ impl ConnectionMemory {
 
     /// Records received bytes of trailers, of which `count` begin in them. h2 keeps them decoded
     /// until a handler reads the body to its end.
-    pub(crate) fn add_trailers(&self, count: usize, bytes: usize) {
+    fn add_trailers(&self, count: usize, bytes: usize) {
         let decoded = (bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES * count.max(1));
         self.trailers.update(|value| value + count);
         self.trailer_bytes
@@ -178,18 +180,13 @@ impl ConnectionMemory {
             .update(|kept| (kept + bytes).min(MAX_TLS_INPUT_BYTES));
     }
 
-    /// Records that TLS has read its input, up to a part of a record.
-    pub(crate) fn end_tls_input(&self) {
-        self.tls_input_bytes.set(0);
-    }
-
-    /// Memory of the connection. `http2_streams` is `None` for HTTP/1; `has_buffers` is whether an
-    /// HTTP/1 connection has buffers for a request.
+    /// Memory of the connection. `has_buffers` is whether an HTTP/1 connection has buffers for a
+    /// request.
     ///
     /// An incomplete HTTP/2 field block is held twice: as received and decoded.
     pub(crate) fn held_bytes(
         &self,
-        http2_streams: Option<usize>,
+        is_http2: bool,
         has_buffers: bool,
         is_write_blocked: bool,
     ) -> usize {
@@ -204,17 +201,17 @@ impl ConnectionMemory {
         } else {
             0
         };
-        let received = match http2_streams {
-            Some(streams) => {
-                CONNECTION_BUFFER_BYTES
-                    + streams * HTTP2_STREAM_BYTES
-                    + head_bytes
-                    + head_bytes.max(decoded_bytes)
-                    + active_head_bytes
-                    + self.unread_body_bytes()
-            }
-            None if has_buffers => CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes,
-            None => IDLE_CONNECTION_BYTES,
+        let received = if is_http2 {
+            CONNECTION_BUFFER_BYTES
+                + self.streams.get() * HTTP2_STREAM_BYTES
+                + head_bytes
+                + head_bytes.max(decoded_bytes)
+                + active_head_bytes
+                + self.unread_body_bytes()
+        } else if has_buffers {
+            CONNECTION_BUFFER_BYTES + head_bytes + active_head_bytes
+        } else {
+            IDLE_CONNECTION_BYTES
         };
         received + unsent + kept_bytes
     }

@@ -5,31 +5,31 @@
 //! task reads the next deadline. The state consists of cells on one thread: the request path never
 //! touches a timer.
 
-pub(crate) mod deadlines;
-pub(crate) mod drain;
-pub(crate) mod output;
-
-pub(crate) use drain::{ConnectionDrain, DrainState};
-pub(crate) use output::OutputState;
-
-use std::cell::{Cell, RefCell};
+use std::cell::Cell;
 use std::future::poll_fn;
-use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
 
 use super::ConnectionCloseReason;
-use super::connection_load::ServerLoad;
 use super::connection_memory::ConnectionMemory;
-use super::open_connection::OpenConnection;
-use super::unsent_responses::UnsentResponses;
+use super::connection_output::ConnectionOutput;
+use super::open_connections::{OpenConnection, OpenConnections};
 use crate::proxy::http::query_escaper::ParsedInput;
 use crate::proxy::http2_frames::frame_limits::FrameBudget;
 use crate::proxy::http2_frames::frame_scanner::FrameScan;
 use crate::telemetry::metrics::WorkerMetrics;
+
+/// Time limit for a client without requests to close its end after the connection was asked to
+/// close.
+const CLIENT_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Idle time after which a connection releases its request buffers. Allocating the buffers again
+/// costs about 2 µs, little for a client with less than ten requests per second.
+pub(crate) const BUFFER_RELEASE_DELAY: Duration = Duration::from_millis(100);
 
 /// Timeouts of a client connection.
 #[derive(Clone, Copy, Debug)]
@@ -79,11 +79,8 @@ pub(crate) struct ConnectionMonitor {
     phase: Cell<ConnectionPhase>,
     /// Requests with an unfinished handler, request body or response body.
     active_requests: Cell<usize>,
-    write_blocked_since: Cell<Option<Instant>>,
     /// Start of an incomplete HTTP/2 field block: the head or the trailers of a request.
     field_block_since: Cell<Option<Instant>>,
-    /// Tasks whose response bodies wait for the end of a blocked write.
-    write_waiters: RefCell<Vec<Waker>>,
     closing_since: Cell<Option<Instant>>,
     pub(crate) is_http2: Cell<bool>,
     /// Whether the connection holds buffers that it can release when it is idle.
@@ -91,16 +88,43 @@ pub(crate) struct ConnectionMonitor {
     pub(crate) exchange: ExchangeState,
     /// Last progress of a stream, until the driving task takes it.
     pub(crate) stream_progress: Cell<Option<StreamProgress>>,
-    pub(crate) unsent_responses: Rc<UnsentResponses>,
     pub(crate) drain: DrainState,
     /// Credit of an HTTP/2 client for costly frames.
     pub(crate) frame_budget: FrameBudget,
     metrics: Option<Arc<WorkerMetrics>>,
-    pub(crate) output: OutputState,
+    pub(crate) output: ConnectionOutput,
+    /// Whether an HTTP/2 request head had a mark.
+    pub(crate) has_head_marks: Cell<bool>,
     /// The connection, as other threads see it.
     pub(crate) connection: Arc<OpenConnection>,
     pub(crate) memory: ConnectionMemory,
-    load: ServerLoad,
+    pub(crate) connections: Arc<OpenConnections>,
+}
+
+/// How a draining connection ends. Its next response is the last one; HTTP/2 clients are told by
+/// GOAWAY.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ConnectionDrain {
+    /// Time before which a connection without requests stays open.
+    pub(crate) closes_from: Instant,
+    /// Time for one more request from the start of the connection's drain. Closing an idle
+    /// connection earlier would lose a request that is on its way.
+    pub(crate) request_delay: Duration,
+    /// Time from which WebSockets are closed with 1001, "going away" (RFC 6455, 7.4.1). `None`:
+    /// they stay open.
+    pub(crate) websockets_close_at: Option<Instant>,
+}
+
+/// Progress of a connection's drain.
+#[derive(Debug, Default)]
+pub(crate) struct DrainState {
+    /// The last request of [`ConnectionMonitor::request_drain`]: the next response is the last one.
+    pub(crate) requested: Cell<Option<ConnectionDrain>>,
+    /// Whether the driving task has not seen the request.
+    pub(crate) is_new: Cell<bool>,
+    /// End of `max_connection_age`, until the drain that it causes.
+    pub(crate) age_ends_at: Cell<Option<Instant>>,
+    websocket_close_signal: Notify,
 }
 
 /// State of the active HTTP/1 request and its response.
@@ -144,54 +168,45 @@ impl ConnectionMonitor {
         timeouts: ConnectionTimeouts,
         metrics: Option<Arc<WorkerMetrics>>,
         connection: Arc<OpenConnection>,
-        load: ServerLoad,
+        connections: Arc<OpenConnections>,
     ) -> Rc<Self> {
         let now = Instant::now();
         Rc::new(Self {
             timeouts,
             phase: Cell::new(ConnectionPhase::Idle(now)),
             active_requests: Cell::new(0),
-            write_blocked_since: Cell::new(None),
             field_block_since: Cell::new(None),
-            write_waiters: RefCell::default(),
             closing_since: Cell::new(None),
             is_http2: Cell::new(false),
             has_buffers: Cell::new(false),
             exchange: ExchangeState::default(),
             stream_progress: Cell::new(None),
-            unsent_responses: Rc::default(),
             drain: DrainState::default(),
             frame_budget: FrameBudget::new(now),
             metrics,
-            output: OutputState::default(),
+            output: ConnectionOutput::new(Arc::clone(&connection)),
+            has_head_marks: Cell::new(false),
             memory: ConnectionMemory::default(),
             connection,
-            load,
+            connections,
         })
     }
 
     /// Reports the connection's memory to the budget, if it has changed and the connection stays
     /// open.
     pub(crate) fn report_memory(&self) {
-        let memory = &self.memory;
-        let streams = self.is_http2.get().then(|| memory.stream_count());
-        let is_write_blocked = !self.has_no_blocked_write();
-        let held = memory.held_bytes(streams, self.has_buffers.get(), is_write_blocked);
+        let (is_http2, has_buffers) = (self.is_http2.get(), self.has_buffers.get());
+        let is_blocked = self.output.is_blocked();
+        let held = self.memory.held_bytes(is_http2, has_buffers, is_blocked);
         if held != self.connection.memory_bytes() && !self.connection.is_closed_for_memory() {
-            self.load.set_memory(&self.connection, held);
+            self.connections.set_memory(&self.connection, held);
         }
-    }
-
-    /// Exempts the connection from the memory budget: it is neither closed nor paused to free
-    /// memory. Used for tunnels and for connections to the `[rls]` and `[check]` listeners.
-    pub(crate) fn set_unclosable(&self) {
-        self.load.set_unclosable(&self.connection);
     }
 
     /// Whether the budget is exceeded while connections are being closed for it, and the connection
     /// has to wait.
     pub(crate) fn is_budget_being_freed(&self) -> bool {
-        self.load.is_memory_being_freed() && !self.connection.is_unclosable()
+        self.connections.is_memory_being_freed() && !self.connection.is_unclosable()
     }
 
     /// Registers a request as active until all clones of the returned guard are dropped.
@@ -217,7 +232,7 @@ impl ConnectionMonitor {
 
     /// Records the end of the handshake, which starts the idle timeout.
     pub(crate) fn record_handshake_end(&self) {
-        self.memory.end_tls_input();
+        self.memory.tls_input_bytes.set(0);
         self.phase.set(ConnectionPhase::Idle(Instant::now()));
     }
 
@@ -246,6 +261,7 @@ impl ConnectionMonitor {
             _ => Some(ConnectionCloseReason::SlowRead),
         });
     }
+
     /// Takes the request to close. A connection with requests, or with responses that the client
     /// has not read, closes only to free memory.
     pub(crate) fn take_close_request(&self) -> Option<ConnectionCloseReason> {
@@ -259,8 +275,8 @@ impl ConnectionMonitor {
     /// Whether the connection has neither requests nor responses that the client has not read.
     fn is_idle(&self) -> bool {
         !self.has_active_requests()
-            && self.has_no_blocked_write()
-            && self.unsent_responses.is_empty()
+            && !self.output.is_blocked()
+            && self.output.unsent_responses.is_empty()
     }
 
     /// Updates what the acceptor knows: it closes a connection that is idle for a new one.
@@ -275,10 +291,12 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Waits for a request to close, before the connection has a driver.
+    /// Waits for a request to close, before the connection has a driver. Reports the memory each time
+    /// the task is woken.
     pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
         poll_fn(|cx| {
-            self.connection.set_driver_waker(cx.waker());
+            self.report_memory();
+            self.connection.driver.register(cx.waker());
             self.take_close_request().map_or(Poll::Pending, Poll::Ready)
         })
         .await
@@ -288,23 +306,6 @@ impl ConnectionMonitor {
     pub(crate) fn set_closing(&self) {
         self.closing_since
             .set(Some(self.closing_since.get().unwrap_or_else(Instant::now)));
-    }
-
-    /// Returns ready while no write is blocked. A pending task is woken when the write succeeds.
-    pub(crate) fn poll_write_progress(&self, cx: &Context<'_>) -> Poll<()> {
-        if self.has_no_blocked_write() {
-            return Poll::Ready(());
-        }
-        let mut waiters = self.write_waiters.borrow_mut();
-        if !waiters.iter().any(|waiter| waiter.will_wake(cx.waker())) {
-            waiters.push(cx.waker().clone());
-        }
-        Poll::Pending
-    }
-
-    /// Whether no write is blocked.
-    pub(crate) fn has_no_blocked_write(&self) -> bool {
-        self.write_blocked_since.get().is_none()
     }
 
     /// Sets whether hyper has written and flushed all its output.
@@ -337,35 +338,140 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Records whether the received HTTP/2 frames end within a field block. More frames of the same
-    /// block do not extend its deadline.
-    pub(crate) fn record_field_block(&self, is_incomplete: bool, scan: &FrameScan) {
-        if !is_incomplete || scan.ends_field_block {
-            self.memory.complete_http2_head();
+    /// Records what the frame scanner found. More frames of the same field block do not extend its
+    /// deadline.
+    pub(crate) fn record_scan(&self, scan: &FrameScan) {
+        self.charge_frames(scan);
+        if scan.has_head_mark {
+            self.has_head_marks.set(true);
         }
-        if is_incomplete {
-            self.memory.add_head_bytes(scan.field_block_bytes);
+        if let Some(bytes) = scan.table_bytes {
+            self.output.continue_queue.set_table_bytes(bytes);
         }
+        self.memory.record_scan(scan);
+        let is_incomplete = scan.is_within_field_block;
         if is_incomplete != self.field_block_since.get().is_some() {
             self.field_block_since.set(is_incomplete.then(Instant::now));
         }
     }
 
-    /// Records whether a write is blocked.
-    pub(crate) fn record_write_result<T>(&self, result: &Poll<io::Result<T>>) {
-        if result.is_ready() {
-            if self.write_blocked_since.take().is_some() {
-                self.write_waiters.take().into_iter().for_each(Waker::wake);
-            }
-        } else if self.has_no_blocked_write() {
-            self.write_blocked_since.set(Some(Instant::now()));
+    /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
+    /// one frame per stream. The operator's proxies carry many clients: the DATA of one costs them
+    /// nothing.
+    fn charge_frames(&self, scan: &FrameScan) {
+        let mut frames = scan.costly_frames;
+        if scan.excess_data_frames > 0 && !self.connection.is_from_trusted_proxy() {
+            frames = frames.saturating_add(scan.excess_data_frames);
         }
+        if scan.connection_wide_frames > 0 {
+            let streams = self.memory.streams.get() + self.output.unsent_responses.len();
+            let streams = u32::try_from(streams).unwrap_or(u32::MAX);
+            frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
+        }
+        self.frame_budget.charge_frames(frames);
+    }
+
+    pub(crate) fn record_response_start(&self) {
+        self.frame_budget.credit_response();
+        self.exchange.is_responding.set(true);
+        self.output.continue_queue.keep_present_table_size();
+    }
+
+    /// Asks the connection to close gracefully once its current work is finished.
+    pub(crate) fn request_drain(&self, drain: ConnectionDrain) {
+        let state = &self.drain;
+        state.age_ends_at.set(None);
+        state.requested.set(Some(drain));
+        state.is_new.set(true);
+        if drain.websockets_close_at.is_some() {
+            state.websocket_close_signal.notify_waiters();
+        }
+        self.connection.driver.wake();
+    }
+
+    /// Waits for the time at which a WebSocket must close because the server shuts down.
+    pub(crate) async fn wait_for_websocket_close(&self) {
+        let signal = self.drain.websocket_close_signal.notified();
+        let close_at = || self.drain.requested.get()?.websockets_close_at;
+        if close_at().is_none() {
+            signal.await;
+        }
+        if let Some(at) = close_at() {
+            sleep_until(at).await;
+        }
+    }
+
+    /// Sets the time after which the connection drains.
+    pub(crate) fn set_age_limit(&self, limit: Option<Duration>) {
+        let ends_at = limit.map(|limit| Instant::now() + limit);
+        self.drain.age_ends_at.set(ends_at);
+    }
+
+    /// Starts the drain of a connection that is too old. Without a request it stays open until its
+    /// idle timeout.
+    pub(crate) fn drain_for_age(&self) {
+        self.request_drain(ConnectionDrain {
+            closes_from: Instant::now() + self.timeouts.idle,
+            request_delay: Duration::ZERO,
+            websockets_close_at: None,
+        });
+    }
+
+    /// Next deadline and the timeout that expires then.
+    pub(crate) fn next_deadline(&self) -> Option<(Instant, TimeoutKind)> {
+        let ConnectionTimeouts {
+            idle,
+            request_head,
+            write_stall,
+        } = self.timeouts;
+        let closing_since = self.closing_since.get();
+        // A connection with a blocked write or an incomplete field block is not idle, whatever its
+        // requests do.
+        let stalled = self.output.blocked_since.get();
+        let stalled = stalled.map(|since| (since + write_stall, TimeoutKind::Stalled));
+        let slow_block = self.field_block_since.get();
+        let slow_block = slow_block.map(|since| (since + request_head, TimeoutKind::SlowHead));
+        // The client may read the rest of a response, also while the connection closes.
+        let responses = &self.output.unsent_responses;
+        let unsent = || {
+            let kind = match closing_since {
+                Some(_) => TimeoutKind::Stalled,
+                None => TimeoutKind::UnsentResponse,
+            };
+            responses.deadline(write_stall).map(|at| (at, kind))
+        };
+        let next = stalled
+            .into_iter()
+            .chain(slow_block)
+            .min_by_key(|(at, _)| *at);
+        let next = next.or_else(unsent);
+        if next.is_some() || self.has_active_requests() {
+            return next;
+        }
+        Some(match (self.phase.get(), closing_since) {
+            (ConnectionPhase::RequestHead(since), _) => {
+                (since + request_head, TimeoutKind::SlowHead)
+            }
+            (ConnectionPhase::Idle(since), None)
+                if self.has_buffers.get() && idle > BUFFER_RELEASE_DELAY =>
+            {
+                (since + BUFFER_RELEASE_DELAY, TimeoutKind::IdleBuffers)
+            }
+            (ConnectionPhase::Idle(since), None) => (since + idle, TimeoutKind::Idle),
+            // A connection that was asked to close and has no requests gives the client a short
+            // time to close.
+            (ConnectionPhase::Idle(since), Some(closing_since)) => {
+                let emptied_at = responses.emptied_at.get().unwrap_or(since);
+                let since = closing_since.max(since).max(emptied_at);
+                (since + CLIENT_CLOSE_TIMEOUT, TimeoutKind::Stalled)
+            }
+        })
     }
 }
 
 impl Drop for ConnectionMonitor {
     fn drop(&mut self) {
-        self.load.remove_memory(&self.connection);
+        self.connections.remove_memory(&self.connection);
     }
 }
 
@@ -398,7 +504,7 @@ impl Drop for ActiveRequestGuard {
             // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
             // deadline.
             if monitor.is_http2.get() {
-                monitor.connection.wake_driver();
+                monitor.connection.driver.wake();
             }
         }
     }
@@ -406,13 +512,13 @@ impl Drop for ActiveRequestGuard {
 
 #[cfg(test)]
 mod tests {
-    use super::deadlines::BUFFER_RELEASE_DELAY;
     use super::{
-        ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts, FrameScan, TimeoutKind,
+        BUFFER_RELEASE_DELAY, ConnectionCloseReason, ConnectionMonitor, ConnectionTimeouts,
+        FrameScan, TimeoutKind,
     };
-    use crate::proxy::client_connection::connection_load::ServerLoad;
-    use crate::proxy::client_connection::connection_load::tests::add_connection;
-    use crate::proxy::client_connection::unsent_responses::StreamOutput;
+    use crate::proxy::client_connection::connection_output::StreamOutput;
+    use crate::proxy::client_connection::open_connections::OpenConnections;
+    use crate::proxy::client_connection::open_connections::tests::add_connection;
     use std::rc::Rc;
     use std::sync::Arc;
     use std::task::Poll;
@@ -426,14 +532,15 @@ mod tests {
     };
 
     fn new_monitor(timeouts: ConnectionTimeouts) -> Rc<ConnectionMonitor> {
-        let load = ServerLoad::new(1);
-        let connection = Arc::clone(&add_connection(&load, 0).connection);
-        ConnectionMonitor::new(timeouts, None, connection, load)
+        let connections = OpenConnections::new(1);
+        let connection = Arc::clone(&add_connection(&connections, 0).connection);
+        ConnectionMonitor::new(timeouts, None, connection, connections)
     }
 
     /// Frames that end within a field block, of which these bytes have arrived.
-    fn scan_of(field_block_bytes: usize) -> FrameScan {
+    fn scan_of(is_within_field_block: bool, field_block_bytes: usize) -> FrameScan {
         FrameScan {
+            is_within_field_block,
             field_block_bytes,
             ..FrameScan::default()
         }
@@ -516,9 +623,13 @@ mod tests {
     async fn a_blocked_write_has_a_deadline_in_any_phase() {
         let monitor = new_monitor(TIMEOUTS);
         let request = monitor.begin_request();
-        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        monitor
+            .output
+            .record_write_result(&Poll::<std::io::Result<()>>::Pending);
         advance(Duration::from_secs(10)).await;
-        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        monitor
+            .output
+            .record_write_result(&Poll::<std::io::Result<()>>::Pending);
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((20, TimeoutKind::Stalled))
@@ -528,7 +639,7 @@ mod tests {
             seconds_to_next_deadline(&monitor),
             Some((20, TimeoutKind::Stalled))
         );
-        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        monitor.output.record_write_result(&Poll::Ready(Ok(1)));
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((75, TimeoutKind::Idle))
@@ -558,21 +669,23 @@ mod tests {
         let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
         let _request = monitor.begin_request();
-        monitor.record_field_block(true, &scan_of(9));
+        monitor.record_scan(&scan_of(true, 9));
         advance(Duration::from_secs(4)).await;
-        monitor.record_field_block(true, &scan_of(9));
+        monitor.record_scan(&scan_of(true, 9));
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((6, TimeoutKind::SlowHead))
         );
-        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        monitor
+            .output
+            .record_write_result(&Poll::<std::io::Result<()>>::Pending);
         assert_eq!(
             seconds_to_next_deadline(&monitor),
             Some((6, TimeoutKind::SlowHead)),
             "a client that does not read gains no time"
         );
-        monitor.record_write_result(&Poll::Ready(Ok(1)));
-        monitor.record_field_block(false, &scan_of(0));
+        monitor.output.record_write_result(&Poll::Ready(Ok(1)));
+        monitor.record_scan(&scan_of(false, 0));
         assert_eq!(seconds_to_next_deadline(&monitor), None);
     }
 
@@ -605,9 +718,9 @@ mod tests {
         drop(request);
         assert_eq!(kib(), 20);
         monitor.set_http2();
-        monitor.record_field_block(true, &scan_of(40 * 1024));
+        monitor.record_scan(&scan_of(true, 40 * 1024));
         assert_eq!(kib(), 60 + 288, "decoded fields count");
-        monitor.record_field_block(false, &scan_of(0));
+        monitor.record_scan(&scan_of(false, 0));
         let request = monitor.begin_request();
         let _body = request.clone();
         let head = monitor.memory.begin_head(true, 0);
@@ -645,7 +758,7 @@ mod tests {
     async fn a_closing_connection_waits_for_unsent_responses() {
         let monitor = new_monitor(TIMEOUTS);
         monitor.set_http2();
-        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
+        let unsent = StreamOutput::new(&monitor.output.unsent_responses).begin_chunk();
         monitor.set_closing();
         assert_eq!(
             seconds_to_next_deadline(&monitor),
@@ -674,15 +787,19 @@ mod tests {
             is_kept
         };
         assert!(!is_kept());
-        let unsent = StreamOutput::new(&monitor.unsent_responses).begin_chunk();
+        let unsent = StreamOutput::new(&monitor.output.unsent_responses).begin_chunk();
         assert!(is_kept());
         drop(unsent);
         assert!(!is_kept());
-        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        monitor
+            .output
+            .record_write_result(&Poll::<std::io::Result<()>>::Pending);
         assert!(is_kept());
-        monitor.record_write_result(&Poll::Ready(Ok(1)));
+        monitor.output.record_write_result(&Poll::Ready(Ok(1)));
         assert!(!is_kept());
-        monitor.record_write_result(&Poll::<std::io::Result<()>>::Pending);
+        monitor
+            .output
+            .record_write_result(&Poll::<std::io::Result<()>>::Pending);
         assert!(monitor.connection.close_for_memory(1));
         assert!(monitor.take_close_request().is_some());
     }

@@ -3,7 +3,7 @@
 use http::{HeaderName, Uri, request};
 use std::net::IpAddr;
 
-use super::client_cert::{is_client_cert_field, remove_untrusted_client_cert};
+use super::headers::{is_client_cert_field, remove_untrusted_client_cert};
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
 use crate::policy::client::ClientAddress;

@@ -11,23 +11,23 @@
 //! `Transfer-Encoding: chunked` left in the header map. If a client's request has both, hyper drops
 //! the length and closes the client connection after the response.
 
-mod error;
-mod header_scan;
 mod host;
 #[cfg(test)]
 mod tests;
 
-pub use error::RequestValidationError;
-pub(crate) use header_scan::has_outer_white_space;
 pub use host::normalize_host;
 
 use http::uri::PathAndQuery;
-use http::{HeaderName, HeaderValue, Method, Uri, Version, header, request};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version, header, request};
 use hyper::ext::Protocol;
+use smallvec::SmallVec;
 
-use super::request_validation::header_scan::RequestHeaderScan;
+use super::header_lines::{headers_named_in_connection, is_hop_by_hop, list_elements};
+use super::headers::is_client_cert_field;
 use super::request_validation::host::{NormalizedHost, determine_authority_and_host};
-use super::upgrade::{self, RequestedProtocolSwitch};
+use super::upgrade;
+use super::upgrade::RequestedProtocolSwitch;
+use crate::policy::{dashed_name, parse_whole_number};
 
 /// Validated target of a request, with its content length and protocol switch. The data is owned,
 /// so that the request head can still change.
@@ -230,4 +230,236 @@ fn rebuild_connection_headers(
     let connection = HeaderValue::from_static(connection_value);
     headers.insert(header::CONNECTION, connection);
     upgrade_request
+}
+
+/// Reason why a request head is rejected. Clients see the text.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::FromRepr, thiserror::Error)]
+#[repr(u8)]
+pub enum RequestValidationError {
+    #[error("the method contains lowercase letters; methods are case-sensitive")]
+    LowercaseMethod,
+    #[error("CONNECT is not supported")]
+    Connect,
+    #[error("the only protocol supported with CONNECT is \"websocket\"")]
+    ConnectProtocol,
+    #[error("the Host header is missing")]
+    HostMissing,
+    #[error("the request has more than one Host header")]
+    HostRepeated,
+    #[error("the Host header is not a valid name or address with an optional port")]
+    HostInvalid,
+    #[error("the Host header differs from the authority of the request target")]
+    HostMismatch,
+    #[error("the request target must be a path, or an http or https URL")]
+    Target,
+    #[error("the only transfer coding supported is a single \"chunked\"")]
+    TransferEncoding,
+    #[error("the Content-Length must be a single whole number, without Transfer-Encoding")]
+    ContentLength,
+    #[error("the only expectation supported is \"100-continue\"")]
+    Expect,
+    #[error("the Trailer header names a field that is not allowed in trailers")]
+    Trailer,
+    #[error("a header value begins or ends with white space")]
+    OuterWhiteSpace,
+    #[error("a header name resembles the name of a protected header")]
+    AmbiguousHeaderName,
+    #[error("the Connection header names a protected header")]
+    ProtectedConnectionOption,
+    #[error("a TRACE request must not have a body")]
+    TraceBody,
+    #[error(
+        "a header name of HTTP/2 is empty, or has other characters than lowercase letters, digits and symbols"
+    )]
+    FieldName,
+    #[error("a header value contains control characters")]
+    FieldValue,
+    #[error(
+        "the pseudo-header fields are not one :method, :scheme and :path, and at most one :authority, before all other fields"
+    )]
+    PseudoFields,
+    #[error(
+        "Connection, Keep-Alive, Proxy-Connection, Transfer-Encoding, Upgrade, and TE other than \"trailers\", are not allowed in HTTP/2"
+    )]
+    ConnectionField,
+    #[error("the method is not a token")]
+    Method,
+    #[error(
+        "the path contains characters that are not allowed; escape spaces, < (%3C), > (%3E) and ` (%60)"
+    )]
+    Path,
+    #[error("the Content-Length differs from the length of the body")]
+    BodyLength,
+    #[error("the request head is too large")]
+    HeadTooLarge,
+    #[error("the request has more headers than allowed")]
+    TooManyHeaders,
+}
+
+impl RequestValidationError {
+    pub(crate) fn status(self) -> StatusCode {
+        match self {
+            Self::Connect => StatusCode::METHOD_NOT_ALLOWED,
+            Self::TransferEncoding | Self::ConnectProtocol => StatusCode::NOT_IMPLEMENTED,
+            Self::Expect => StatusCode::EXPECTATION_FAILED,
+            Self::HeadTooLarge | Self::TooManyHeaders => {
+                StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+            }
+            _ => StatusCode::BAD_REQUEST,
+        }
+    }
+}
+
+/// Result of one pass over the request headers.
+#[derive(Default)]
+pub(super) struct RequestHeaderScan {
+    pub(super) host: Option<HeaderValue>,
+    pub(super) is_chunked: bool,
+    pub(super) content_length: Option<u64>,
+    pub(super) accepts_trailers: bool,
+    pub(super) has_unknown_expectation: bool,
+    /// Values of `Upgrade` as the client sent them; valid only if `connection_names_upgrade`.
+    pub(super) upgrade_values: SmallVec<[HeaderValue; 1]>,
+    pub(super) connection_names_upgrade: bool,
+    pub(super) headers_to_remove: SmallVec<[HeaderName; 2]>,
+}
+
+impl RequestHeaderScan {
+    pub(super) fn from_headers(
+        headers: &HeaderMap,
+        reads_header: &dyn Fn(&HeaderName) -> bool,
+    ) -> Result<Self, RequestValidationError> {
+        let mut scan = Self::default();
+        for (name, value) in headers {
+            if has_outer_white_space(value) {
+                return Err(RequestValidationError::OuterWhiteSpace);
+            }
+            match *name {
+                header::HOST if scan.host.is_some() => {
+                    return Err(RequestValidationError::HostRepeated);
+                }
+                header::HOST => scan.host = Some(value.clone()),
+                header::TRANSFER_ENCODING => {
+                    if scan.is_chunked || !value.as_bytes().eq_ignore_ascii_case(b"chunked") {
+                        return Err(RequestValidationError::TransferEncoding);
+                    }
+                    scan.is_chunked = true;
+                }
+                header::CONTENT_LENGTH => {
+                    let length = parse_whole_number(value.as_bytes())
+                        .ok_or(RequestValidationError::ContentLength)?;
+                    if scan.content_length.replace(length).is_some() {
+                        return Err(RequestValidationError::ContentLength);
+                    }
+                }
+                header::CONNECTION => {
+                    for field in headers_named_in_connection(value) {
+                        // `Connection` may name `Upgrade` and `TE`, because both are rebuilt.
+                        let is_rebuilt = matches!(field, header::UPGRADE | header::TE);
+                        if !is_rebuilt && is_protected(&field, reads_header) {
+                            return Err(RequestValidationError::ProtectedConnectionOption);
+                        }
+                        scan.connection_names_upgrade |= field == header::UPGRADE;
+                        scan.headers_to_remove.push(field);
+                    }
+                }
+                header::TE => {
+                    scan.accepts_trailers |=
+                        list_elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
+                }
+                header::UPGRADE => scan.upgrade_values.push(value.clone()),
+                header::TRAILER => check_trailer_names(value, reads_header)?,
+                header::EXPECT => {
+                    let is_known = value.as_bytes().eq_ignore_ascii_case(b"100-continue");
+                    scan.has_unknown_expectation |= !is_known;
+                    scan.headers_to_remove.push(header::EXPECT);
+                }
+                // Frequent names that consist of letters and hyphens.
+                header::ACCEPT
+                | header::ACCEPT_ENCODING
+                | header::ACCEPT_LANGUAGE
+                | header::AUTHORIZATION
+                | header::CONTENT_TYPE
+                | header::COOKIE
+                | header::USER_AGENT => {}
+                _ => check_ambiguous_name(name, reads_header)?,
+            }
+            if is_hop_by_hop(name) {
+                scan.headers_to_remove.push(name.clone());
+            }
+        }
+        if scan.is_chunked && scan.content_length.is_some() {
+            return Err(RequestValidationError::ContentLength);
+        }
+        Ok(scan)
+    }
+}
+
+/// Whether a field value begins or ends with a space or tab. HTTP/1 parsers trim it; in HTTP/2 such
+/// a field is malformed (RFC 9113, 8.2.1).
+pub(crate) fn has_outer_white_space(value: &HeaderValue) -> bool {
+    matches!(value.as_bytes(), [b' ' | b'\t', ..] | [.., b' ' | b'\t'])
+}
+
+/// Whether a header determines the client, the destination or the length of a request.
+fn is_protected(name: &HeaderName, reads_header: &dyn Fn(&HeaderName) -> bool) -> bool {
+    matches!(
+        *name,
+        header::HOST
+            | header::CONTENT_LENGTH
+            | header::TRANSFER_ENCODING
+            | header::AUTHORIZATION
+            | header::COOKIE
+            | header::FORWARDED
+            | header::VIA
+    ) || name.as_str() == "x-real-ip"
+        || name.as_str().starts_with("x-forwarded-")
+        || is_client_cert_field(name)
+        || reads_header(name)
+}
+
+/// Rejects a header name that a CGI-like upstream maps to a protected name. CGI-like upstreams
+/// replace `-`, and some also replace other characters, with `_`.
+fn check_ambiguous_name(
+    name: &HeaderName,
+    reads_header: &dyn Fn(&HeaderName) -> bool,
+) -> Result<(), RequestValidationError> {
+    match dashed_name(name) {
+        Some(dashed) if is_protected(&dashed, reads_header) => {
+            Err(RequestValidationError::AmbiguousHeaderName)
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Rejects a `Trailer` value that names a field forbidden in trailers, such as one that a decision
+/// depends on: trailers arrive after all decisions (RFC 9110, 6.5.1).
+fn check_trailer_names(
+    value: &HeaderValue,
+    reads_header: &dyn Fn(&HeaderName) -> bool,
+) -> Result<(), RequestValidationError> {
+    for item in list_elements(value) {
+        let name =
+            HeaderName::from_bytes(item).map_err(|_invalid| RequestValidationError::Trailer)?;
+        check_ambiguous_name(&name, reads_header)
+            .map_err(|_error| RequestValidationError::Trailer)?;
+        let is_forbidden = is_hop_by_hop(&name)
+            || is_protected(&name, reads_header)
+            || matches!(
+                name,
+                header::TRAILER
+                    | header::EXPECT
+                    | header::CACHE_CONTROL
+                    | header::MAX_FORWARDS
+                    | header::CONTENT_ENCODING
+                    | header::CONTENT_TYPE
+                    | header::CONTENT_RANGE
+                    | header::RANGE
+                    | header::SET_COOKIE
+            );
+        if is_forbidden {
+            return Err(RequestValidationError::Trailer);
+        }
+    }
+    Ok(())
 }

@@ -2,18 +2,17 @@
 //!
 //! h2 resets the stream of a malformed head, or closes the connection, without a response. Such a
 //! head is replaced by a valid one that states the error in an `expect` field. A head that expects
-//! `100 Continue` gets its stream as one more `expect` field: see `head_marks`. See
-//! `docs/decisions/0095-decoded-field-blocks.md`.
+//! `100 Continue` gets its stream as one more `expect` field. Other heads get no such mark, so a
+//! client cannot send one of its own. See `docs/decisions/0095-decoded-field-blocks.md`.
 
-use http::Method;
 use http::uri::{PathAndQuery, Scheme};
-use smallvec::SmallVec;
+use http::{HeaderMap, HeaderValue, Method, header};
 use std::borrow::Cow;
 
-use super::field_check::FieldKind;
 use super::frame_splitter::{CONTINUATION, END_HEADERS, END_STREAM, HEADERS};
-use super::head_marks::{encode_malformed_mark, encode_stream_mark};
-use super::hpack::{DecodedField, FieldList, HpackDecoder, InvalidFieldBlock, push_integer};
+use super::hpack::{
+    DecodedField, FieldKind, FieldList, HpackDecoder, InvalidFieldBlock, push_integer,
+};
 use crate::policy::parse_whole_number;
 use crate::proxy::http::query_escaper::escape_query;
 use crate::proxy::http::request_validation::RequestValidationError;
@@ -33,6 +32,9 @@ const MAX_REPEATED_BYTES: usize = 512;
 
 /// Space for the `expect` field that is added to a head.
 const MARK_BYTES: usize = 64;
+
+/// Prefix of the number of an error.
+const ERROR_PREFIX: char = 'e';
 
 /// Whether a slash and such bytes are always a valid path and query. There are others.
 fn is_plain_path_byte(byte: &u8) -> bool {
@@ -288,7 +290,7 @@ impl<'f> RequestHead<'f> {
             encode_field(field.name(), value, output);
         }
         if self.has_expectation {
-            encode_field(b"expect", encode_stream_mark(stream).as_bytes(), output);
+            encode_field(b"expect", stream.to_string().as_bytes(), output);
         }
     }
 
@@ -326,7 +328,8 @@ impl<'f> RequestHead<'f> {
                 encode_field(name, value, output);
             }
         }
-        encode_field(b"expect", encode_malformed_mark(error).as_bytes(), output);
+        let mark = format!("{ERROR_PREFIX}{}", error as u8);
+        encode_field(b"expect", mark.as_bytes(), output);
     }
 }
 
@@ -347,24 +350,52 @@ fn encode_field(name: &[u8], value: &[u8], output: &mut Vec<u8>) {
 
 /// Divides a field block into HEADERS and CONTINUATION frames.
 pub(crate) fn encode_frames(stream: u32, ends_stream: bool, block: &[u8]) -> Vec<u8> {
-    let mut parts: SmallVec<[&[u8]; 4]> = block.chunks(MAX_FRAME_BYTES).collect();
-    if parts.is_empty() {
-        parts.push(block);
-    }
     let mut frames = Vec::with_capacity(block.len() + 64);
-    for (index, part) in parts.iter().enumerate() {
-        let is_last = index + 1 == parts.len();
-        let mut flags = if is_last { END_HEADERS } else { 0 };
-        if index == 0 && ends_stream {
+    let (mut rest, mut kind) = (block, HEADERS);
+    loop {
+        let (part, behind) = rest.split_at(rest.len().min(MAX_FRAME_BYTES));
+        let mut flags = if behind.is_empty() { END_HEADERS } else { 0 };
+        if kind == HEADERS && ends_stream {
             flags |= END_STREAM;
         }
         let [.., a, b, c] = part.len().to_be_bytes();
-        let kind = if index == 0 { HEADERS } else { CONTINUATION };
         frames.extend_from_slice(&[a, b, c, kind, flags]);
         frames.extend_from_slice(&stream.to_be_bytes());
         frames.extend_from_slice(part);
+        if behind.is_empty() {
+            return frames;
+        }
+        (rest, kind) = (behind, CONTINUATION);
     }
-    frames
+}
+
+/// Mark of a request head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeadMark {
+    /// The stream of a head with an expectation.
+    Stream(u32),
+    /// The head replaces a malformed one.
+    Malformed(RequestValidationError),
+}
+
+/// Removes the mark of a head. Other `expect` fields stay. Call it only if the connection has
+/// marks.
+pub(crate) fn take_head_mark(headers: &mut HeaderMap) -> Option<HeadMark> {
+    let header::Entry::Occupied(expectations) = headers.entry(header::EXPECT) else {
+        return None;
+    };
+    let mut values: Vec<HeaderValue> = expectations.remove_entry_mult().1.collect();
+    let mark = values.pop()?;
+    for value in values {
+        headers.append(header::EXPECT, value);
+    }
+    let mark = mark.to_str().ok()?;
+    match mark.strip_prefix(ERROR_PREFIX) {
+        Some(number) => {
+            RequestValidationError::from_repr(number.parse().ok()?).map(HeadMark::Malformed)
+        }
+        None => mark.parse().ok().map(HeadMark::Stream),
+    }
 }
 
 #[cfg(test)]
@@ -470,7 +501,7 @@ mod tests {
             &[("connection", "close"), ("origin", "\n")],
         ];
         let replaced = filter_head(&mut FieldBlockFilter::new(16_384), &encode(&head.concat()));
-        let mark = encode_malformed_mark(RequestValidationError::ConnectionField);
+        let mark = format!("e{}", RequestValidationError::ConnectionField as u8);
         let expected = [
             (":method", "PUT"),
             (":scheme", "http"),
@@ -555,5 +586,26 @@ mod tests {
         ];
         assert_eq!(seen, expected);
         assert!(rest.is_empty() && replaced.is_marked);
+    }
+
+    #[test]
+    fn only_the_last_field_is_taken() {
+        let head = |values: &[String]| -> HeaderMap {
+            let values = values.iter().map(|value| value.parse().unwrap());
+            values.map(|value| (header::EXPECT, value)).collect()
+        };
+        let client = ["100-continue".to_owned(), "7".to_owned()];
+        let mark = [(u32::MAX >> 1).to_string()];
+        let mut headers = head(&[&client[..], &mark].concat());
+        let taken = take_head_mark(&mut headers);
+        assert_eq!(taken, Some(HeadMark::Stream(u32::MAX >> 1)));
+        assert_eq!(headers, head(&client));
+        for error in (0..).map_while(RequestValidationError::from_repr) {
+            let mut headers = head(&[format!("e{}", error as u8)]);
+            let taken = take_head_mark(&mut headers);
+            assert_eq!(taken, Some(HeadMark::Malformed(error)));
+            assert!(headers.is_empty());
+        }
+        assert_eq!(take_head_mark(&mut HeaderMap::new()), None);
     }
 }

@@ -26,7 +26,7 @@ const RESPONSE_CREDIT: u32 = 16;
 const EARLY_RESET_COST: u32 = 20;
 /// Credit spent for a request with a malformed head, which is answered with a head and a body: as
 /// for an early cancellation, beyond the credit that the answer earns.
-const MALFORMED_HEAD_COST: u32 = EARLY_RESET_COST + 2 * RESPONSE_CREDIT;
+pub(crate) const MALFORMED_HEAD_COST: u32 = EARLY_RESET_COST + 2 * RESPONSE_CREDIT;
 /// Age of a request from which its cancellation is free. Late cancellations are limited by the
 /// number of concurrent streams.
 const EARLY_RESET_WINDOW: Duration = Duration::from_secs(1);
@@ -62,11 +62,6 @@ impl FrameBudget {
         if age < EARLY_RESET_WINDOW {
             self.charge_frames(EARLY_RESET_COST);
         }
-    }
-
-    /// Spends credit for a request with a malformed head.
-    pub(crate) fn charge_malformed_head(&self) {
-        self.charge_frames(MALFORMED_HEAD_COST);
     }
 
     /// Spends one credit for each costly frame.

@@ -63,13 +63,9 @@ pub(crate) struct FrameScanner {
     open_uploads: VecDeque<OpenUpload>,
     /// Type of the last frame.
     frame_type: u8,
-    /// Bytes of the last frame still to be received, with padding.
-    remaining_frame: usize,
     /// Setting of which a part was received.
     setting: SmallVec<[u8; SETTING_BYTES]>,
-    max_head_bytes: usize,
-    /// Set with the first field block.
-    filter: Option<Box<FieldBlockFilter>>,
+    filter: FieldBlockFilter,
     /// Whether a field block was passed on without a check.
     is_filter_disabled: bool,
     /// Field block that is not complete. h2 has seen no part of it.
@@ -106,7 +102,7 @@ struct FieldBlock {
 
 impl FieldBlock {
     fn begin_frame(&mut self, header: FrameHeader<'_>) {
-        self.has_last_frame = header.flags() & END_HEADERS != 0;
+        self.has_last_frame = header.flags & END_HEADERS != 0;
         if !self.frames.is_empty() {
             self.join_payloads();
         }
@@ -155,6 +151,8 @@ pub(crate) struct FrameScan {
     pub(crate) data_bytes: usize,
     /// Size of the largest field list among these bytes, decoded.
     pub(crate) list_bytes: usize,
+    /// Whether the bytes so far end within a field block: the head or the trailers of a request.
+    pub(crate) is_within_field_block: bool,
     /// Bytes of the last field block among these bytes, if they end within it.
     pub(crate) field_block_bytes: usize,
     /// Whether a frame follows that ends an earlier field block.
@@ -171,7 +169,7 @@ impl FrameScanner {
     /// `max_head_bytes` is the limit of h2 for a list of fields.
     pub(crate) fn new(max_head_bytes: usize) -> Self {
         Self {
-            max_head_bytes,
+            filter: FieldBlockFilter::new(max_head_bytes),
             ..Self::default()
         }
     }
@@ -197,14 +195,14 @@ impl FrameScanner {
         };
         splitter.split(bytes, |part| match part {
             FramePart::Header(header) => {
-                is_valid &= match header.kind() {
+                is_valid &= match header.kind {
                     HEADERS => self.has_started && !self.is_filter_disabled,
                     kind => self.has_started || kind == SETTINGS,
                 };
                 self.inspect_header(header, &mut scan, &mut output);
             }
-            FramePart::Payload(bytes) | FramePart::Padding(bytes) => {
-                self.inspect_content(bytes, &mut scan, &mut output);
+            FramePart::Content(bytes, remaining) => {
+                self.inspect_content(bytes, remaining, &mut scan, &mut output);
             }
         });
         if !is_valid || output.replacement.len() > MAX_REPLACEMENT_BYTES {
@@ -215,7 +213,8 @@ impl FrameScanner {
             output.rewrite();
         }
         scan.is_rewritten = output.is_rewritten;
-        if !self.is_within_field_block() {
+        scan.is_within_field_block = self.block.is_some();
+        if !scan.is_within_field_block {
             scan.field_block_bytes = 0;
         }
         Ok(scan)
@@ -228,7 +227,7 @@ impl FrameScanner {
         scan: &mut FrameScan,
         output: &mut FilterOutput<'_>,
     ) {
-        let (kind, flags, stream) = (header.kind(), header.flags(), header.stream());
+        let (kind, flags, stream) = (header.kind, header.flags, header.stream);
         scan.heads += u32::from(kind == HEADERS);
         if kind != CONTINUATION {
             scan.ends_field_block = true;
@@ -237,7 +236,6 @@ impl FrameScanner {
         scan.field_block_bytes += FRAME_HEADER_BYTES;
         self.has_started = true;
         self.frame_type = kind;
-        self.remaining_frame = header.remaining_len;
         self.setting.clear();
         let is_tiny = kind == DATA && flags & END_STREAM == 0 && header.block_len < MIN_DATA_BYTES;
         let (is_upload, ends_upload) = if is_tiny {
@@ -293,13 +291,14 @@ impl FrameScanner {
         } else {
             header.pass(output);
         }
-        self.end_complete_block(scan, output);
+        self.end_complete_block(header.remaining_len, scan, output);
     }
 
     /// Counts a part of a payload, and passes it on unless it belongs to a field block.
     fn inspect_content(
         &mut self,
         bytes: &[u8],
+        remaining: usize,
         scan: &mut FrameScan,
         output: &mut FilterOutput<'_>,
     ) {
@@ -312,27 +311,29 @@ impl FrameScanner {
             }
             _ => {}
         }
-        self.remaining_frame = self.remaining_frame.saturating_sub(bytes.len());
         match &mut self.block {
             Some(block) => block.frames.extend_from_slice(bytes),
             None => output.pass(bytes),
         }
-        self.end_complete_block(scan, output);
+        self.end_complete_block(remaining, scan, output);
     }
 
     /// Passes on the field block if it is complete, or what replaces it.
-    fn end_complete_block(&mut self, scan: &mut FrameScan, output: &mut FilterOutput<'_>) {
+    fn end_complete_block(
+        &mut self,
+        remaining: usize,
+        scan: &mut FrameScan,
+        output: &mut FilterOutput<'_>,
+    ) {
         let Some(block) = &mut self.block else {
             return;
         };
-        let max_head_bytes = self.max_head_bytes;
-        let new_filter = || Box::new(FieldBlockFilter::new(max_head_bytes));
-        let filter = self.filter.get_or_insert_with(new_filter);
+        let filter = &mut self.filter;
         if block.frames.len() > filter.max_block_bytes() {
             scan.costly_frames = u32::MAX;
             return self.reject_block(output);
         }
-        if !block.has_last_frame || self.remaining_frame > 0 {
+        if !block.has_last_frame || remaining > 0 {
             return;
         }
         let stream = (block.stream, block.ends_stream);
@@ -389,11 +390,6 @@ impl FrameScanner {
                 self.setting.clear();
             }
         }
-    }
-
-    /// Whether the bytes so far end within a field block: the head or the trailers of a request.
-    pub(crate) fn is_within_field_block(&self) -> bool {
-        self.block.is_some()
     }
 
     /// Charges a tiny DATA frame to its upload. Returns whether there is one, and whether it must
@@ -492,10 +488,8 @@ mod tests {
                 passed.extend_from_slice(part);
             }
         }
-        assert_eq!(
-            (scanner.splitter.header_len, scanner.remaining_frame),
-            (0, 0)
-        );
+        let splitter = scanner.splitter;
+        assert_eq!((splitter.header_len, splitter.remaining), (0, 0));
         (costly_frames, passed)
     }
 
@@ -611,11 +605,9 @@ mod tests {
             let (last, rest) = frame.split_last().unwrap();
             scanner.scan(rest, &mut vec![]).unwrap();
             let is_block = matches!(frame[3], HEADERS | CONTINUATION);
-            assert!(
-                frame.len() == FRAME_HEADER_BYTES || scanner.is_within_field_block() == is_block
-            );
+            assert!(frame.len() == FRAME_HEADER_BYTES || scanner.block.is_some() == is_block);
             scanner.scan(&[*last], &mut vec![]).unwrap();
-            assert_eq!(scanner.is_within_field_block(), is_within_at_end);
+            assert_eq!(scanner.block.is_some(), is_within_at_end);
         }
     }
 
@@ -729,7 +721,7 @@ mod tests {
         let ping = build_frame(6, 0, 0, 8);
         let scan = scanner.scan(&[settings, head, long, ping].concat(), &mut vec![]);
         assert_eq!(scan.unwrap().costly_frames, u32::MAX, "a flood");
-        assert!(!scanner.is_within_field_block());
+        assert!(scanner.block.is_none());
         let next = build_frame(HEADERS, END_HEADERS, 3, 10);
         scanner.scan(&next, &mut vec![]).unwrap_err();
     }

@@ -24,17 +24,15 @@ pub(crate) const END_HEADERS: u8 = 4;
 pub(crate) const PADDED: u8 = 8;
 pub(crate) const PRIORITY: u8 = 32;
 
-/// Splits a byte stream into frame headers, payloads and the padding of DATA and HEADERS frames.
+/// Splits a byte stream into frame headers and contents.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct FrameSplitter {
     /// Frame header with its prefix.
     header: [u8; FRAME_HEADER_BYTES + MAX_PREFIX_BYTES],
     /// Received bytes of `header`. These bytes are not passed on yet.
     pub(crate) header_len: usize,
-    /// Payload bytes still to be skipped.
-    remaining_payload: usize,
-    /// Padding bytes behind the payload.
-    remaining_padding: usize,
+    /// Bytes of the content still to be received.
+    pub(super) remaining: usize,
 }
 
 /// Hides empty DATA frames that end no stream, and drops empty CONTINUATION frames that do not end
@@ -63,14 +61,17 @@ pub(crate) struct FilterOutput<'a> {
 /// A part of the byte stream.
 pub(crate) enum FramePart<'a> {
     Header(FrameHeader<'a>),
-    Payload(&'a [u8]),
-    Padding(&'a [u8]),
+    /// Bytes of the payload behind the prefix, with padding, and the number of those that follow.
+    Content(&'a [u8], usize),
 }
 
 /// Header of one frame.
 #[derive(Clone, Copy)]
 pub(crate) struct FrameHeader<'a> {
     pub(crate) fixed: &'a [u8; FRAME_HEADER_BYTES],
+    pub(crate) kind: u8,
+    pub(crate) flags: u8,
+    pub(crate) stream: u32,
     /// Padding length of a DATA or HEADERS frame, and priority of a HEADERS frame. Empty if the
     /// frame is too short for them.
     pub(crate) prefix: &'a [u8],
@@ -93,7 +94,7 @@ impl EmptyFrameFilter {
             is_rewritten: self.splitter.header_len > 0,
         };
         self.splitter.split(bytes, |part| match part {
-            FramePart::Payload(bytes) | FramePart::Padding(bytes) => output.pass(bytes),
+            FramePart::Content(bytes, _) => output.pass(bytes),
             FramePart::Header(header) if header.is_empty_continuation() => _ = output.rewrite(),
             FramePart::Header(header) if header.is_empty_data() => {
                 header.hide(&mut self.hidden_padding, output.rewrite());
@@ -128,37 +129,22 @@ impl FilterOutput<'_> {
 }
 
 impl FrameHeader<'_> {
-    pub(crate) fn kind(&self) -> u8 {
-        let [_, _, _, kind, ..] = *self.fixed;
-        kind
-    }
-
-    pub(crate) fn flags(&self) -> u8 {
-        let [_, _, _, _, flags, ..] = *self.fixed;
-        flags
-    }
-
-    pub(crate) fn stream(&self) -> u32 {
-        let [_, _, _, _, _, stream @ ..] = *self.fixed;
-        u32::from_be_bytes(stream) & (u32::MAX >> 1)
-    }
-
     /// Whether this is a DATA frame without data, apart from padding, that does not end its stream.
     pub(crate) fn is_empty_data(&self) -> bool {
-        matches!(*self.fixed, [_, _, _, DATA, flags, ..]
-            if flags & END_STREAM == 0 && self.block_len == 0 && !self.is_too_short)
+        let is_empty = self.block_len == 0 && !self.is_too_short;
+        self.kind == DATA && self.flags & END_STREAM == 0 && is_empty
     }
 
     /// Whether this is an empty CONTINUATION frame that does not end its field block.
     fn is_empty_continuation(&self) -> bool {
-        matches!(*self.fixed, [0, 0, 0, CONTINUATION, flags, ..] if flags & END_HEADERS == 0)
+        self.kind == CONTINUATION && self.flags & END_HEADERS == 0 && self.remaining_len == 0
     }
 
     /// Whether a HEADERS frame has a priority that depends on its own stream (RFC 7540, 5.3.1).
     pub(crate) fn depends_on_itself(&self) -> bool {
         match *self.prefix {
             [.., a, b, c, d, _weight] => {
-                u32::from_be_bytes([a, b, c, d]) & (u32::MAX >> 1) == self.stream()
+                u32::from_be_bytes([a, b, c, d]) & (u32::MAX >> 1) == self.stream
             }
             _ => false,
         }
@@ -172,7 +158,7 @@ impl FrameHeader<'_> {
         output.extend_from_slice(self.prefix);
         let hidden = self.prefix.len() + self.remaining_len;
         if hidden > 0 {
-            *padding.entry(self.stream()).or_default() += hidden;
+            *padding.entry(self.stream).or_default() += hidden;
         }
     }
 
@@ -183,16 +169,12 @@ impl FrameHeader<'_> {
 }
 
 impl FrameSplitter {
-    /// Splits the next bytes into complete frame headers and parts of payloads and padding.
+    /// Splits the next bytes into complete frame headers and parts of contents.
     pub(crate) fn split(&mut self, mut bytes: &[u8], mut visit: impl FnMut(FramePart<'_>)) {
         loop {
-            let payload = take_front(&mut bytes, &mut self.remaining_payload);
-            if !payload.is_empty() {
-                visit(FramePart::Payload(payload));
-            }
-            let padding = take_front(&mut bytes, &mut self.remaining_padding);
-            if !padding.is_empty() {
-                visit(FramePart::Padding(padding));
+            let content = take_front(&mut bytes, &mut self.remaining);
+            if !content.is_empty() {
+                visit(FramePart::Content(content, self.remaining));
             }
             if bytes.is_empty() {
                 return;
@@ -233,19 +215,21 @@ impl FrameSplitter {
             return;
         };
         let prefix = prefix.get(..prefix_len).unwrap_or_default();
-        let [a, b, c, _, flags, ..] = *fixed;
+        let [a, b, c, kind, flags, stream @ ..] = *fixed;
         let rest = payload_len([a, b, c]) - prefix_len;
         let padding = match prefix {
             [padding, ..] if flags & PADDED != 0 => usize::from(*padding),
             _ => 0,
         };
         let is_too_short = known_prefix_len.is_none() || padding > rest;
-        self.remaining_padding = if is_too_short { 0 } else { padding };
-        self.remaining_payload = rest - self.remaining_padding;
+        self.remaining = rest;
         visit(FramePart::Header(FrameHeader {
             fixed,
+            kind,
+            flags,
+            stream: u32::from_be_bytes(stream) & (u32::MAX >> 1),
             prefix,
-            block_len: self.remaining_payload,
+            block_len: if is_too_short { rest } else { rest - padding },
             remaining_len: rest,
             is_too_short,
         }));

@@ -1,11 +1,13 @@
-//! Decodes the field blocks of HTTP/2 requests (HPACK, RFC 7541).
+//! Decodes the field blocks of HTTP/2 requests (HPACK, RFC 7541), and checks their fields as h2 does
+//! (RFC 9113, 8.2).
 
+use http::uri::Authority;
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::LazyLock;
 
-use super::field_check::{FieldCheck, FieldKind, check_field};
+use crate::proxy::http::request_validation::RequestValidationError;
 
 /// Overhead of a field in the sizes of tables and field lists (RFC 7541, 4.1).
 const FIELD_OVERHEAD: usize = 32;
@@ -86,6 +88,23 @@ pub(crate) struct HpackDecoder {
     max_table_bytes: usize,
     /// Whether the last block changed the table.
     pub(crate) has_changed: bool,
+}
+
+/// Whether a field is valid.
+pub(crate) type FieldCheck = Result<(), RequestValidationError>;
+
+/// What a field means for the head that it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FieldKind {
+    Method,
+    Scheme,
+    Authority,
+    Path,
+    Protocol,
+    UnknownPseudo,
+    ContentLength,
+    Expect,
+    Other,
 }
 
 /// A field of a block, which a table may share. It is checked once.
@@ -333,6 +352,55 @@ fn decode_huffman(text: &[u8], into: &mut Vec<u8>) -> Result<(), InvalidFieldBlo
             }
             _ => return Err(InvalidFieldBlock),
         }
+    }
+}
+
+/// Whether a field name may contain the byte (RFC 9110, 5.6.2; RFC 9113, 8.2).
+fn is_name_byte(byte: &u8) -> bool {
+    matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'!' | b'#'..=b'\'' | b'*' | b'+' | b'^' | b'`' | b'|' | b'~')
+}
+
+/// Checks a field. Of pseudo-header fields, only `:authority` can be invalid here: the checks of
+/// the others depend on the head.
+fn check_field(name: &[u8], value: &[u8]) -> (FieldKind, FieldCheck) {
+    let kind = match name {
+        b":method" => FieldKind::Method,
+        b":scheme" => FieldKind::Scheme,
+        b":authority" => FieldKind::Authority,
+        b":path" => FieldKind::Path,
+        b":protocol" => FieldKind::Protocol,
+        [b':', ..] => FieldKind::UnknownPseudo,
+        b"content-length" => FieldKind::ContentLength,
+        b"expect" => FieldKind::Expect,
+        _ => FieldKind::Other,
+    };
+    let check = match kind {
+        FieldKind::Authority => Authority::try_from(value)
+            .map_or(Err(RequestValidationError::HostInvalid), |_valid| Ok(())),
+        FieldKind::ContentLength | FieldKind::Expect | FieldKind::Other => {
+            check_regular_field(name, value)
+        }
+        _ => Ok(()),
+    };
+    (kind, check)
+}
+
+fn check_regular_field(name: &[u8], value: &[u8]) -> FieldCheck {
+    if name.is_empty() || !name.iter().all(is_name_byte) {
+        return Err(RequestValidationError::FieldName);
+    }
+    // Without an early end, which lets the compiler check several bytes at once.
+    let is_value_byte = |byte: u8| byte == b'\t' || byte >= b' ' && byte != 0x7f;
+    let checked = value.iter().map(|byte| is_value_byte(*byte));
+    if !checked.fold(true, |all, is_valid| all & is_valid) {
+        return Err(RequestValidationError::FieldValue);
+    }
+    match name {
+        b"connection" | b"keep-alive" | b"proxy-connection" | b"transfer-encoding" | b"upgrade" => {
+            Err(RequestValidationError::ConnectionField)
+        }
+        b"te" if value != b"trailers" => Err(RequestValidationError::ConnectionField),
+        _ => Ok(()),
     }
 }
 

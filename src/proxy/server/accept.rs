@@ -15,14 +15,11 @@ use tokio_rustls::rustls::{Error as TlsError, HandshakeKind, ServerConnection};
 use tokio_util::either::Either;
 
 use super::accept::proxy_header::ProxyHeader;
-use super::handler::ConnectionPeer;
-use super::handshake_error::{HandshakeError, ProxyHeaderError, TlsHandshakeError};
+use super::handler::{ConnectionPeer, HandshakeError, ProxyHeaderError, TlsHandshakeError};
 use super::listener::ListenerConfig;
-use super::monitored_socket::MonitoredSocket;
-use super::transport::{ClientTransport, SocketBelowTls};
+use super::monitored_socket::{ClientTransport, MonitoredSocket, SocketBelowTls};
 use crate::clock;
-use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::client_cert::ClientCertFields;
+use crate::proxy::http::headers::ClientCertFields;
 use crate::tls::{CertificateSubject, ParsedCertificate, ServerTls};
 
 /// Initial size of the buffer that receives a PROXY header. Most PROXY headers fit into the buffer.
@@ -58,7 +55,7 @@ impl From<Option<HandshakeError>> for FailedHandshake {
 }
 
 /// Runs the handshake of a connection from `addr`. `admit` counts it for its client, once a
-/// PROXY header has named the client and before TLS. Returns the count beside the connection.
+/// PROXY header has named the client and before TLS, and returns `false` to close it.
 ///
 /// # Errors
 /// Returns a [`FailedHandshake`], which the caller records and closes.
@@ -66,8 +63,8 @@ pub(crate) async fn run_handshake(
     config: &ListenerConfig,
     mut socket: SocketBelowTls,
     addr: SocketAddr,
-    admit: impl FnOnce(SocketAddr) -> Result<Option<ClientCountGuard>, ()>,
-) -> Result<(CompletedHandshake, Option<ClientCountGuard>), FailedHandshake> {
+    admit: impl FnOnce(SocketAddr) -> bool,
+) -> Result<CompletedHandshake, FailedHandshake> {
     let deadline = Instant::now() + config.settings.header_timeout;
     let (mut client, mut is_https) = (addr, config.settings.assumes_https);
     if let Some(from) = &config.settings.proxy_protocol_from {
@@ -78,20 +75,20 @@ pub(crate) async fn run_handshake(
         client = header.source.unwrap_or(addr);
         is_https = header.is_tls.unwrap_or(is_https);
     }
-    let client_count = admit(client).map_err(|()| None)?;
-    let Some(tls) = config.tls.load_full() else {
-        let connection = CompletedHandshake {
-            socket: Either::Left(socket),
-            peer: ConnectionPeer {
-                is_https,
-                ..ConnectionPeer::new(client)
-            },
-            negotiated_http2: None,
-        };
-        return Ok((connection, client_count));
-    };
-    let handshake = Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await?;
-    Ok((handshake, client_count))
+    if !admit(client) {
+        return Err(None.into());
+    }
+    if let Some(tls) = config.tls.load_full() {
+        return Box::pin(run_tls_handshake(&tls, socket, client, deadline)).await;
+    }
+    Ok(CompletedHandshake {
+        socket: Either::Left(socket),
+        peer: ConnectionPeer {
+            is_https,
+            ..ConnectionPeer::new(client)
+        },
+        negotiated_http2: None,
+    })
 }
 
 /// Reads the PROXY header, and puts back the bytes that follow it.

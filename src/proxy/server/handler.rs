@@ -5,13 +5,13 @@ use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
 use std::sync::Arc;
+use strum::{IntoStaticStr, VariantNames};
 
-use super::handshake_error::HandshakeError;
 use crate::proxy::ResponseBody;
 use crate::proxy::body::RequestBody;
 use crate::proxy::body::informational_responses::InformationalForwarder;
-use crate::proxy::http::client_cert::ClientCertFields;
 use crate::proxy::http::headers::AddressText;
+use crate::proxy::http::headers::ClientCertFields;
 use crate::proxy::settings::ListenerKind;
 use crate::telemetry::metrics::WorkerMetrics;
 use crate::tls::CertificateSubject;
@@ -63,7 +63,7 @@ pub struct ConnectionPeer {
     /// Client address. A PROXY header overrides the socket's address. IPv4-mapped IPv6 addresses
     /// appear as IPv4, and Unix socket clients as 127.0.0.1.
     pub addr: SocketAddr,
-    /// Whether the client uses TLS, to tidegate or to the load balancer in front.
+    /// Whether the client uses TLS, to tidegate or to the connections balancer in front.
     pub is_https: bool,
     /// Subject of the client certificate, if the client presented one.
     pub certificate_subject: Option<CertificateSubject>,
@@ -83,6 +83,92 @@ impl ConnectionPeer {
             certificate_subject: None,
             client_cert_fields: None,
             address_text: AddressText::new(addr.ip()),
+        }
+    }
+}
+
+/// Reason why a connection failed before its first request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HandshakeError {
+    ProxyHeader(ProxyHeaderError),
+    Tls(TlsHandshakeError),
+}
+
+/// Reason why a connection was closed because of its PROXY header. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+pub enum ProxyHeaderError {
+    /// The peer is not in the configured networks.
+    NotAllowed,
+    /// The header did not arrive in time.
+    Timeout,
+    /// The peer disconnected within the header.
+    Closed,
+    /// The connection does not start with a PROXY header.
+    Absent,
+    Malformed,
+    TooLong,
+    /// The CRC-32C checksum does not match.
+    Checksum,
+}
+
+/// Reason why a TLS handshake failed. The names are metric labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, VariantNames)]
+#[strum(serialize_all = "snake_case")]
+pub enum TlsHandshakeError {
+    /// The handshake did not complete in time.
+    Timeout,
+    /// The client disconnected after it had sent bytes. A port probe that sends nothing is no
+    /// error.
+    Closed,
+    /// The client's bytes are not TLS, or are malformed.
+    Invalid,
+    /// Client and server share no version, cipher or key type.
+    Incompatible,
+    /// Client and server share no ALPN protocol.
+    NoProtocol,
+    /// The client's certificate is missing.
+    NoCertificate,
+    /// The client's certificate is untrusted, expired or revoked.
+    BadCertificate,
+    /// The client sent an alert, for instance because it does not trust the server.
+    Refused,
+    Other,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_names_match_their_discriminants() {
+        assert_eq!(
+            TlsHandshakeError::VARIANTS.len(),
+            TlsHandshakeError::Other as usize + 1
+        );
+        for error in [
+            TlsHandshakeError::Timeout,
+            TlsHandshakeError::NoCertificate,
+            TlsHandshakeError::Other,
+        ] {
+            assert_eq!(
+                TlsHandshakeError::VARIANTS[error as usize],
+                <&str>::from(error)
+            );
+        }
+        assert_eq!(
+            ProxyHeaderError::VARIANTS.len(),
+            ProxyHeaderError::Checksum as usize + 1
+        );
+        for error in [
+            ProxyHeaderError::NotAllowed,
+            ProxyHeaderError::Absent,
+            ProxyHeaderError::Checksum,
+        ] {
+            assert_eq!(
+                ProxyHeaderError::VARIANTS[error as usize],
+                <&str>::from(error)
+            );
         }
     }
 }

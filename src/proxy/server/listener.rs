@@ -1,15 +1,15 @@
-//! Listening sockets and the sockets that they accept.
+//! Listeners: their settings, their sockets, and the sockets that they accept.
 
+use hyper::server::conn::http1;
 use socket2::{Socket, TcpKeepalive};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::unix::net::UnixStream;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
-use tokio_util::either::Either;
 
-use super::transport::ClientSocket;
+use super::allocator_trim::AllocatorTrim;
 use crate::listen::{BoundSocket, ListenAddress, SocketListener};
 use crate::proxy::settings::{ListenSettings, ListenerKind};
 use crate::tls::ReloadableServerTls;
@@ -17,6 +17,13 @@ use crate::tls::ReloadableServerTls;
 #[cfg(target_os = "linux")]
 use socket2::SockFilter;
 
+/// Header limit for which hyper's parser keeps the headers on the stack. Any other header limit
+/// costs an allocation.
+const HYPER_MAX_STACK_HEADERS: usize = 100;
+/// Lower bound for the size limit of an HTTP/1 connection's buffers, per direction.
+const MIN_HTTP1_BUFFER_LIMIT_BYTES: usize = 64 * 1024;
+/// Factor that spreads the ages of successive connections: 13 is coprime to the 21 percentages.
+const AGE_SPREAD_FACTOR: u64 = 13;
 /// Length of the kernel's backlog of completed connections.
 pub(crate) const LISTEN_BACKLOG: i32 = 4096;
 /// Idle time before TCP keep-alive probes start. A vanished client may hold a concurrency slot, so
@@ -35,14 +42,7 @@ const HANDSHAKE_TIME: Duration = Duration::from_millis(5);
 /// Address attributed to clients of a Unix socket.
 const UNIX_PEER_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
-/// Listener of a server. The socket starts to listen later.
-#[derive(Debug)]
-pub(super) struct ServerListener {
-    pub(super) socket: BoundSocket,
-    pub(super) config: Arc<ListenerConfig>,
-}
-
-/// What the workers need of a listener.
+/// Settings of a listener.
 #[derive(Debug)]
 pub(crate) struct ListenerConfig {
     pub(crate) kind: ListenerKind,
@@ -51,11 +51,37 @@ pub(crate) struct ListenerConfig {
     pub(crate) tls: ReloadableServerTls,
 }
 
-/// Accepted socket that is not registered with a runtime yet.
+/// One listener, on one worker.
 #[derive(Debug)]
-pub(crate) enum AcceptedSocket {
-    Tcp(std::net::TcpStream),
-    Unix(UnixStream),
+pub(crate) struct WorkerListener {
+    pub(crate) config: Arc<ListenerConfig>,
+    pub(super) http1: http1::Builder,
+    pub(super) allocator_trim: Rc<AllocatorTrim>,
+}
+
+impl WorkerListener {
+    pub(super) fn new(config: Arc<ListenerConfig>, allocator_trim: Rc<AllocatorTrim>) -> Self {
+        let settings = &config.settings;
+        let mut http1 = http1::Builder::new();
+        let max_head = settings.max_header_bytes;
+        http1.half_close(false).max_header_size(max_head);
+        http1.max_buf_size(max_head.saturating_add(1).max(MIN_HTTP1_BUFFER_LIMIT_BYTES));
+        if settings.max_headers != HYPER_MAX_STACK_HEADERS {
+            http1.max_headers(settings.max_headers);
+        }
+        Self {
+            config,
+            http1,
+            allocator_trim,
+        }
+    }
+
+    /// Time until the connection with this id ends gracefully, from 90 % to 110 % of the setting.
+    /// Successive ids are spread evenly, so that connections of one moment do not end together.
+    pub(super) fn connection_age_limit(&self, id: u64) -> Option<Duration> {
+        let percent = 90 + u32::try_from(id.wrapping_mul(AGE_SPREAD_FACTOR) % 21).unwrap_or(0);
+        Some(self.config.settings.max_connection_age? / 100 * percent)
+    }
 }
 
 /// Binds the address without listening. TCP connections accepted there have keep-alive probes.
@@ -79,27 +105,25 @@ pub(crate) fn bind_with_keepalive(address: &ListenAddress) -> io::Result<BoundSo
 }
 
 impl SocketListener {
-    /// Accepts the next connection. Returns its socket and the client's address.
-    pub(crate) async fn accept(&self) -> io::Result<(AcceptedSocket, SocketAddr)> {
+    /// Accepts the next connection. Returns its socket, which belongs to no runtime yet, and the
+    /// client's address.
+    pub(crate) async fn accept(&self) -> io::Result<(Socket, SocketAddr)> {
         // The socket is removed from this runtime, because the worker's runtime will poll it.
         match self {
             Self::Tcp(listener) => {
                 let (socket, addr) = listener.accept().await?;
-                Ok((AcceptedSocket::Tcp(socket.into_std()?), addr))
+                Ok((socket.into_std()?.into(), addr))
             }
             Self::Unix { listener, .. } => {
                 let (socket, _nameless) = listener.accept().await?;
-                Ok((AcceptedSocket::Unix(socket.into_std()?), UNIX_PEER_ADDRESS))
+                Ok((socket.into_std()?.into(), UNIX_PEER_ADDRESS))
             }
         }
     }
 
     /// Accepts the connections in the kernel's backlog until `on_connection` returns `false`, then
     /// closes the listener.
-    pub(crate) fn drain_backlog(
-        self,
-        mut on_connection: impl FnMut(AcceptedSocket, SocketAddr) -> bool,
-    ) {
+    pub(crate) fn drain_backlog(self, mut on_connection: impl FnMut(Socket, SocketAddr) -> bool) {
         let listener = match self {
             Self::Tcp(listener) => {
                 let listener = listener.into_std().map(Socket::from);
@@ -117,10 +141,7 @@ impl SocketListener {
             match listener.accept() {
                 Ok((socket, addr)) => {
                     let is_nonblocking = socket.set_nonblocking(true).is_ok();
-                    let (socket, addr) = match addr.as_socket() {
-                        Some(addr) => (AcceptedSocket::Tcp(socket.into()), addr),
-                        None => (AcceptedSocket::Unix(socket.into()), UNIX_PEER_ADDRESS),
-                    };
+                    let addr = addr.as_socket().unwrap_or(UNIX_PEER_ADDRESS);
                     if !is_nonblocking || !on_connection(socket, addr) {
                         return;
                     }
@@ -166,19 +187,5 @@ fn refuse_new_handshakes(listener: &Socket) {
         if let Err(error) = listener.attach_filter(&filter) {
             tracing::debug!(%error, "failed to refuse new connections before the listener closes");
         }
-    }
-}
-
-impl AcceptedSocket {
-    /// Registers the socket with the current runtime.
-    pub(crate) fn into_client_socket(self) -> io::Result<ClientSocket> {
-        Ok(match self {
-            Self::Tcp(socket) => {
-                let socket = tokio::net::TcpStream::from_std(socket)?;
-                socket.set_nodelay(true)?;
-                Either::Left(socket)
-            }
-            Self::Unix(socket) => Either::Right(tokio::net::UnixStream::from_std(socket)?),
-        })
     }
 }

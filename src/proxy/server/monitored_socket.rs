@@ -1,4 +1,5 @@
-//! Client socket that reports to the connection's monitor and lingers on shutdown.
+//! Byte stream of a client, with or without TLS, below HTTP and below TLS. It reports to the
+//! connection's monitor, and lingers on shutdown.
 
 use bytes::Bytes;
 use http::StatusCode;
@@ -8,15 +9,16 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::time::Instant;
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::{Instant, Sleep, sleep};
+use tokio_rustls::server::TlsStream;
+use tokio_util::either::Either;
 
 use super::parse_error_reply::describe_parse_error;
-use super::transport::{ClientTransport, socket_below_tls};
-use crate::proxy::client_connection::connection_memory::MAX_UNCOUNTED_LIST_BYTES;
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 use crate::proxy::connection_io::{LazyTimer, move_buffered_bytes, poll_write_all};
 use crate::proxy::http::query_escaper::QueryEscaper;
-use crate::proxy::http2_frames::frame_scanner::{FrameScan, FrameScanner};
+use crate::proxy::http2_frames::frame_scanner::FrameScanner;
 use crate::proxy::http2_frames::frame_splitter::return_window;
 
 /// Maximum bytes discarded after a close. Unread bytes would make the kernel send a reset, which
@@ -58,9 +60,23 @@ const GOAWAY_CALM: &[u8] = &[
     0, 0, 8, 7, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 11,
 ];
 
+/// Client socket, TCP or Unix.
+pub(crate) type ClientSocket = Either<TcpStream, UnixStream>;
+
+/// The client's byte stream after TLS, if any; the HTTP layer reads and writes it. Boxed, because a
+/// TLS stream is several times as large as a plain socket.
+pub(crate) type ClientTransport = Either<SocketBelowTls, Box<TlsStream<SocketBelowTls>>>;
+
+/// Socket below TLS, or the plain socket without TLS.
+pub(crate) fn socket_below_tls(transport: &mut ClientTransport) -> &mut SocketBelowTls {
+    match transport {
+        Either::Left(socket) => socket,
+        Either::Right(stream) => stream.get_mut().0,
+    }
+}
+
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
-#[derive(Debug)]
 pub(crate) struct MonitoredSocket {
     transport: ClientTransport,
     monitor: Rc<ConnectionMonitor>,
@@ -80,22 +96,14 @@ pub(crate) struct MonitoredSocket {
     is_closed: bool,
     linger: Option<LingerState>,
     half_close: Option<HalfCloseState>,
-    memory_wait: Option<Box<MemoryWait>>,
+    /// Progress of a read that waits until other connections have freed memory.
+    memory_wait: Option<Pin<Box<dyn Future<Output = ()>>>>,
     /// Status of the response to input that is not a valid request. `None`: hyper's.
     pub(super) parse_error_status: Option<StatusCode>,
 }
 
-/// Progress of a read that waits until other connections have freed memory.
-#[derive(Debug)]
-struct MemoryWait {
-    check_at: Instant,
-    remaining_checks: u8,
-    timer: LazyTimer,
-}
-
 /// State of a client that ended its sending direction during an HTTP/1 request. The client may read
 /// the response or have disconnected: the proxy cannot distinguish the two before it sends output.
-#[derive(Debug)]
 struct HalfCloseState {
     /// Time of the half-close, or of the last output since.
     last_output_at: Instant,
@@ -104,11 +112,9 @@ struct HalfCloseState {
 }
 
 /// Remaining limits of discarding input after a close.
-#[derive(Debug)]
 struct LingerState {
     remaining_bytes: usize,
-    deadline: Instant,
-    timer: LazyTimer,
+    timer: Pin<Box<Sleep>>,
 }
 
 impl MonitoredSocket {
@@ -156,9 +162,11 @@ impl MonitoredSocket {
     }
 
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
-    /// unsent output holds no memory.
+    /// unsent output holds no memory. Unix sockets have no reset: their client reads an end of file.
     pub(crate) fn abort(mut self) {
-        if let Err(error) = socket_below_tls(&mut self.transport).set_reset_on_close() {
+        if let Either::Left(socket) = &socket_below_tls(&mut self.transport).stream
+            && let Err(error) = socket.set_zero_linger()
+        {
             tracing::debug!(%error, "failed to prepare a connection reset");
         }
     }
@@ -168,28 +176,27 @@ impl MonitoredSocket {
         if !self.monitor.output.has_queued() {
             return Poll::Ready(Ok(()));
         }
-        let mut heads = self.monitor.pending_informational_heads();
+        let mut heads = self.monitor.output.pending_informational_heads();
         poll_write_all(&mut self.transport, cx, &mut heads)
     }
 
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
     /// a limited time.
     fn poll_memory(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        while self.monitor.is_budget_being_freed() {
-            let wait = self.memory_wait.get_or_insert_with(|| {
-                Box::new(MemoryWait {
-                    check_at: Instant::now() + MEMORY_CHECK_INTERVAL,
-                    remaining_checks: MAX_MEMORY_CHECKS,
-                    timer: LazyTimer::default(),
-                })
-            });
-            if wait.remaining_checks == 0 {
-                break;
-            }
-            ready!(wait.timer.poll(wait.check_at, cx));
-            wait.remaining_checks -= 1;
-            wait.check_at = Instant::now() + MEMORY_CHECK_INTERVAL;
+        if self.memory_wait.is_none() && !self.monitor.is_budget_being_freed() {
+            return Poll::Ready(());
         }
+        let monitor = &self.monitor;
+        let wait = self.memory_wait.get_or_insert_with(|| {
+            let monitor = Rc::clone(monitor);
+            Box::pin(async move {
+                let mut checks = 0..MAX_MEMORY_CHECKS;
+                while monitor.is_budget_being_freed() && checks.next().is_some() {
+                    sleep(MEMORY_CHECK_INTERVAL).await;
+                }
+            })
+        });
+        ready!(wait.as_mut().poll(cx));
         self.memory_wait = None;
         Poll::Ready(())
     }
@@ -215,7 +222,7 @@ impl MonitoredSocket {
             let can_be_probed = !exchange.is_responding.get() && !exchange.is_close_delimited.get();
             if silence >= PROBE_DELAY && can_be_probed && !half_close.is_probed {
                 half_close.is_probed = true;
-                self.monitor.queue_informational_head(PROBE);
+                self.monitor.output.queue_informational_head(PROBE);
             }
             if silence >= HALF_CLOSE_GRACE && !can_be_probed {
                 return Poll::Ready(Ok(()));
@@ -234,30 +241,14 @@ impl MonitoredSocket {
 
     fn report_read_ahead(&self) {
         let bytes = self.read_ahead.len() + self.pipelined.len();
-        self.monitor.memory.set_read_ahead(bytes);
-    }
-
-    /// Spends credit for received frames. A frame for which h2 visits every stream costs as much as
-    /// one frame per stream. The operator's proxies carry many clients: the DATA of one costs them
-    /// nothing.
-    fn charge_frames(&self, scan: &FrameScan) {
-        let mut frames = scan.costly_frames;
-        if scan.excess_data_frames > 0 && !self.monitor.connection.is_from_trusted_proxy() {
-            frames = frames.saturating_add(scan.excess_data_frames);
-        }
-        if scan.connection_wide_frames > 0 {
-            let streams = self.monitor.memory.stream_count() + self.monitor.unsent_responses.len();
-            let streams = u32::try_from(streams).unwrap_or(u32::MAX);
-            frames = frames.saturating_add(scan.connection_wide_frames.saturating_mul(streams));
-        }
-        self.monitor.frame_budget.charge_frames(frames);
+        self.monitor.memory.read_ahead_bytes.set(bytes);
     }
 
     /// Sends GOAWAY to a client that has spent its credit, unless it does not read earlier output.
     /// h2 takes the result for the end of the input, and closes.
     fn end_flood(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.monitor.queue_informational_head(GOAWAY_CALM);
-        let is_queued = !self.monitor.pending_informational_heads().is_empty();
+        self.monitor.output.queue_informational_head(GOAWAY_CALM);
+        let is_queued = !self.monitor.output.pending_informational_heads().is_empty();
         let is_sent = is_queued && self.poll_write_informational_heads(cx)?.is_ready();
         Poll::Ready(if is_sent {
             Ok(())
@@ -293,12 +284,6 @@ impl MonitoredSocket {
         }
     }
 
-    fn record_output(&mut self) {
-        if let Some(half_close) = &mut self.half_close {
-            half_close.last_output_at = Instant::now();
-        }
-    }
-
     /// If hyper responds to input that is not a valid request, queues a response that says so
     /// instead. The next flush writes it.
     fn queue_parse_error_reply(&self, output: &[u8]) -> bool {
@@ -308,7 +293,9 @@ impl MonitoredSocket {
         let Some(reply) = describe_parse_error(output, self.parse_error_status) else {
             return false;
         };
-        self.monitor.queue_informational_head(reply.as_bytes());
+        self.monitor
+            .output
+            .queue_informational_head(reply.as_bytes());
         true
     }
 
@@ -317,8 +304,7 @@ impl MonitoredSocket {
     fn poll_linger(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let linger = self.linger.get_or_insert_with(|| LingerState {
             remaining_bytes: MAX_LINGER_BYTES,
-            deadline: Instant::now() + MAX_LINGER_TIME,
-            timer: LazyTimer::default(),
+            timer: Box::pin(sleep(MAX_LINGER_TIME)),
         });
         let has_unread_input = &self.monitor.exchange.has_unread_input;
         let mut scratch = [0; 8192];
@@ -335,7 +321,7 @@ impl MonitoredSocket {
                 Poll::Pending => break,
             }
         }
-        linger.timer.poll(linger.deadline, cx)
+        linger.timer.as_mut().poll(cx)
     }
 }
 
@@ -379,7 +365,8 @@ impl AsyncRead for MonitoredSocket {
                     Poll::Ready(Ok(()))
                 };
             }
-            this.monitor.memory.end_tls_input();
+            // TLS has read its input, up to a part of a record.
+            this.monitor.memory.tls_input_bytes.set(0);
             if !this.monitor.is_http2.get() {
                 this.follow_http1(into, before, is_pipelined);
                 return Poll::Ready(Ok(()));
@@ -390,21 +377,11 @@ impl AsyncRead for MonitoredSocket {
             let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
             let mut replacement = Vec::new();
             let scan = scanner.scan(received, &mut replacement)?;
-            let is_within_field_block = scanner.is_within_field_block();
-            this.charge_frames(&scan);
             this.monitor.record_scan(&scan);
             if this.monitor.frame_budget.is_exhausted.get() {
                 into.set_filled(before);
                 return this.end_flood(cx);
             }
-            this.monitor
-                .record_field_block(is_within_field_block, &scan);
-            let memory = &this.monitor.memory;
-            memory.add_unread_frames(scan.data_frames, scan.data_bytes);
-            if scan.list_bytes > MAX_UNCOUNTED_LIST_BYTES {
-                memory.has_large_lists.set(true);
-            }
-            memory.add_trailers(scan.trailers, scan.trailer_bytes);
             if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
                 this.remaining_pauses = scan.heads;
             }
@@ -427,14 +404,7 @@ impl AsyncWrite for MonitoredSocket {
         cx: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        ready!(this.poll_write_informational_heads(cx))?;
-        if this.queue_parse_error_reply(bytes) {
-            return Poll::Ready(Ok(bytes.len()));
-        }
-        this.monitor.set_flushed(false);
-        this.record_output();
-        Pin::new(&mut this.transport).poll_write(cx, bytes)
+        self.poll_write_vectored(cx, &[io::IoSlice::new(bytes)])
     }
 
     fn poll_write_vectored(
@@ -450,7 +420,9 @@ impl AsyncWrite for MonitoredSocket {
             return Poll::Ready(Ok(head.len()));
         }
         this.monitor.set_flushed(false);
-        this.record_output();
+        if let Some(half_close) = &mut this.half_close {
+            half_close.last_output_at = Instant::now();
+        }
         Pin::new(&mut this.transport).poll_write_vectored(cx, bytes)
     }
 
@@ -467,7 +439,7 @@ impl AsyncWrite for MonitoredSocket {
             // Twice, because what was added up while earlier output waited follows it.
             for _ in 0..2 {
                 if let Some(scanner) = &mut this.frame_scanner {
-                    let mut heads = this.monitor.pending_informational_heads();
+                    let mut heads = this.monitor.output.pending_informational_heads();
                     return_window(&mut scanner.hidden_padding, &mut heads);
                 }
                 ready!(this.poll_write_informational_heads(cx))?;
@@ -489,15 +461,112 @@ impl AsyncWrite for MonitoredSocket {
     }
 }
 
+/// Client socket that reports blocked writes to a [`ConnectionMonitor`].
+///
+/// Blocked writes are observed below TLS, because the TLS layer buffers bytes and hides whether the
+/// socket accepts them.
+#[derive(Debug)]
+pub(crate) struct SocketBelowTls {
+    stream: ClientSocket,
+    pub(super) monitor: Rc<ConnectionMonitor>,
+    /// Bytes received behind the PROXY header. The next reads return these bytes first.
+    read_ahead: Bytes,
+    /// Whether the client has sent a byte, apart from the PROXY header.
+    pub(super) has_received: bool,
+    /// Whether TLS reads from this socket and may keep what it receives.
+    pub(super) is_below_tls: bool,
+}
+
+impl SocketBelowTls {
+    pub(crate) fn new(stream: ClientSocket, monitor: Rc<ConnectionMonitor>) -> Self {
+        Self {
+            stream,
+            monitor,
+            read_ahead: Bytes::new(),
+            has_received: false,
+            is_below_tls: false,
+        }
+    }
+
+    /// Puts back the bytes that follow the PROXY header. All later bytes are the client's own.
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
+        self.has_received = !bytes.is_empty();
+        self.read_ahead = Bytes::copy_from_slice(bytes);
+    }
+
+    /// Error of the connection, such as a reset by the client. After the client has ended its
+    /// sending direction, reads no longer report it.
+    pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
+        match &self.stream {
+            Either::Left(socket) => socket.take_error(),
+            Either::Right(socket) => socket.take_error(),
+        }
+    }
+}
+
+impl AsyncRead for SocketBelowTls {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if !this.read_ahead.is_empty() {
+            move_buffered_bytes(&mut this.read_ahead, into);
+            return Poll::Ready(Ok(()));
+        }
+        let before = into.filled().len();
+        let read = Pin::new(&mut this.stream).poll_read(cx, into);
+        let received = into.filled().len() - before;
+        this.has_received |= received > 0;
+        if this.is_below_tls {
+            this.monitor.memory.add_tls_input(received);
+        }
+        read
+    }
+}
+
+impl AsyncWrite for SocketBelowTls {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.poll_write_vectored(cx, &[io::IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let result = Pin::new(&mut this.stream).poll_write_vectored(cx, bytes);
+        this.monitor.output.record_write_result(&result);
+        result
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::MonitoredSocket;
-    use crate::proxy::client_connection::connection_load::ServerLoad;
-    use crate::proxy::client_connection::connection_load::tests::add_connection;
+    use super::{MonitoredSocket, SocketBelowTls};
     use crate::proxy::client_connection::connection_monitor::{
         ConnectionMonitor, ConnectionTimeouts,
     };
-    use crate::proxy::server::transport::SocketBelowTls;
+    use crate::proxy::client_connection::open_connections::OpenConnections;
+    use crate::proxy::client_connection::open_connections::tests::add_connection;
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;
@@ -517,14 +586,14 @@ mod tests {
     #[tokio::test]
     async fn informational_heads_are_written_between_responses() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let load = ServerLoad::new(1);
-        let connection = Arc::clone(&add_connection(&load, 0).connection);
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let connections = OpenConnections::new(1);
+        let connection = Arc::clone(&add_connection(&connections, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, connections);
         let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
-        monitor.queue_informational_head(b"<1>");
+        monitor.output.queue_informational_head(b"<1>");
         socket.flush().await.unwrap();
-        monitor.queue_informational_head(b"<2>");
+        monitor.output.queue_informational_head(b"<2>");
         let mut sent = 0;
         // Fills the socket buffer, so that the rest of the response has to wait.
         poll_fn(|cx| {
@@ -534,13 +603,13 @@ mod tests {
             Poll::Ready(())
         })
         .await;
-        monitor.queue_informational_head(b"<dropped>");
+        monitor.output.queue_informational_head(b"<dropped>");
         let mut got = vec![0; 6 + sent];
         theirs.read_exact(&mut got).await.unwrap();
         socket.write_all(b"end").await.unwrap();
-        monitor.queue_informational_head(b"<dropped>");
+        monitor.output.queue_informational_head(b"<dropped>");
         socket.flush().await.unwrap();
-        monitor.queue_informational_head(b"<3>");
+        monitor.output.queue_informational_head(b"<3>");
         socket.write_all(b"next").await.unwrap();
         drop(socket);
         theirs.read_to_end(&mut got).await.unwrap();
@@ -551,9 +620,9 @@ mod tests {
     #[tokio::test]
     async fn input_after_shutdown_is_not_read() {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
-        let load = ServerLoad::new(1);
-        let connection = Arc::clone(&add_connection(&load, 0).connection);
-        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, load);
+        let connections = OpenConnections::new(1);
+        let connection = Arc::clone(&add_connection(&connections, 0).connection);
+        let monitor = ConnectionMonitor::new(TIMEOUTS, None, connection, connections);
         let raw = SocketBelowTls::new(Either::Right(ours), Rc::clone(&monitor));
         let mut socket = MonitoredSocket::new(Either::Left(raw), Rc::clone(&monitor), 0);
         socket.put_back(b"read too early");

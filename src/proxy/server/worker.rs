@@ -1,29 +1,33 @@
 //! Worker threads: each serves its connections on a runtime of its own.
 
+use socket2::Socket;
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Duration;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::{JoinError, JoinSet, spawn_blocking};
+use tokio::task::{JoinSet, spawn_blocking};
+use tokio_util::either::Either;
 
 use super::accept::run_handshake;
 use super::allocator_trim::AllocatorTrim;
-use super::connection::protocols::WorkerListener;
 use super::connection::serve_connection;
 use super::handler::RequestHandler;
-use super::listener::{AcceptedSocket, ServerListener};
-use super::transport::SocketBelowTls;
+use super::listener::{ListenerConfig, WorkerListener};
+use super::monitored_socket::{ClientSocket, SocketBelowTls};
+use crate::listen::ListenAddress;
 use crate::proxy::client_connection::ConnectionCloseReason;
-use crate::proxy::client_connection::connection_load::{ConnectionEntry, ServerLoad};
-use crate::proxy::client_connection::connection_monitor::{ConnectionDrain, ConnectionMonitor};
+use crate::proxy::client_connection::connection_monitor::{
+    ConnectionDrain, ConnectionMonitor, ConnectionTimeouts,
+};
+use crate::proxy::client_connection::open_connections::{OpenConnectionGuard, OpenConnections};
 
 /// Capacity of a worker's queue of accepted connections.
 const WORKER_QUEUE_CAPACITY: usize = 256;
@@ -33,9 +37,10 @@ const DNS_LOOKUP_THREADS: usize = 16;
 
 /// Accepted connection on its way to a worker.
 pub(crate) struct QueuedConnection {
-    pub(crate) socket: AcceptedSocket,
+    /// Registered with no runtime yet.
+    pub(crate) socket: Socket,
     pub(crate) addr: SocketAddr,
-    pub(crate) entry: ConnectionEntry,
+    pub(crate) entry: OpenConnectionGuard,
 }
 
 /// What the workers do with their connections. The phase only moves forward.
@@ -50,10 +55,10 @@ pub(crate) enum WorkerPhase {
 
 /// Handle of a worker thread.
 pub(crate) struct WorkerThread {
-    /// Returns the number of connections that it cut.
-    pub(crate) thread: JoinHandle<usize>,
+    /// Receives the number of connections that the worker cut, at its end.
+    pub(crate) ended: oneshot::Receiver<usize>,
     pub(crate) queue: mpsc::Sender<QueuedConnection>,
-    ready: oneshot::Receiver<io::Result<()>>,
+    pub(crate) ready: oneshot::Receiver<io::Result<()>>,
 }
 
 impl WorkerThread {
@@ -61,8 +66,8 @@ impl WorkerThread {
     /// runtime.
     pub(super) fn spawn<H, M, F>(
         index: usize,
-        listeners: &[ServerListener],
-        load: &ServerLoad,
+        configs: Vec<Arc<ListenerConfig>>,
+        connections: Arc<OpenConnections>,
         make_handler: M,
         phase: watch::Receiver<WorkerPhase>,
     ) -> io::Result<Self>
@@ -73,25 +78,18 @@ impl WorkerThread {
     {
         let (queue, queued) = mpsc::channel(WORKER_QUEUE_CAPACITY);
         let (ready_tx, ready) = oneshot::channel();
-        let load = load.clone();
-        let listeners = listeners.iter();
-        let configs: Vec<_> = listeners
-            .map(|listener| Arc::clone(&listener.config))
-            .collect();
-        let thread = std::thread::Builder::new()
+        let (ended_tx, ended) = oneshot::channel();
+        thread::Builder::new()
             .name(format!("tidegate-worker-{index}"))
             .spawn(move || {
-                let runtime = match Builder::new_current_thread()
+                let runtime = Builder::new_current_thread()
                     .enable_all()
                     .max_blocking_threads(DNS_LOOKUP_THREADS)
                     .thread_keep_alive(BLOCKING_THREAD_KEEP_ALIVE)
-                    .build_local(LocalOptions::default())
-                {
+                    .build_local(LocalOptions::default());
+                let runtime = match runtime {
                     Ok(runtime) => runtime,
-                    Err(error) => {
-                        drop(ready_tx.send(Err(error)));
-                        return 0;
-                    }
+                    Err(error) => return drop(ready_tx.send(Err(error))),
                 };
                 let cut = runtime.block_on(async {
                     if let Err(error) = start_blocking_thread() {
@@ -101,12 +99,12 @@ impl WorkerThread {
                     let handler = make_handler(index).await;
                     drop(ready_tx.send(Ok(())));
                     let trim = Rc::<AllocatorTrim>::default();
-                    let new_listener = |config| {
-                        Rc::new(WorkerListener::new(config, load.clone(), Rc::clone(&trim)))
-                    };
+                    let new_listener =
+                        |config| Rc::new(WorkerListener::new(config, Rc::clone(&trim)));
                     let listeners = configs.into_iter().map(new_listener).collect();
                     let cut =
-                        run_worker(Rc::clone(&handler), listeners, queued, phase, &load).await;
+                        run_worker(Rc::clone(&handler), listeners, queued, phase, connections)
+                            .await;
                     // Lets the runtime drop the aborted connection tasks, which releases their
                     // requests.
                     tokio::task::yield_now().await;
@@ -116,26 +114,17 @@ impl WorkerThread {
                 // The runtime is not dropped here, because dropping it would wait for pending DNS
                 // lookups.
                 runtime.shutdown_background();
-                cut
+                _ = ended_tx.send(cut);
             })
             .map_err(|error| {
                 describe_spawn_error(&format!("worker thread {}", index + 1), &error)
             })?;
         Ok(Self {
-            thread,
+            ended,
             queue,
             ready,
         })
     }
-}
-
-/// Waits until all workers have their handlers.
-pub(crate) async fn wait_until_workers_ready(workers: &mut [WorkerThread]) -> io::Result<()> {
-    for worker in workers {
-        let ready = (&mut worker.ready).await;
-        ready.unwrap_or_else(|_dropped| Err(worker_died_error()))?;
-    }
-    Ok(())
 }
 
 pub(crate) fn worker_died_error() -> io::Error {
@@ -149,13 +138,13 @@ async fn run_worker<H: RequestHandler>(
     listeners: Vec<Rc<WorkerListener>>,
     mut queued: mpsc::Receiver<QueuedConnection>,
     mut phase: watch::Receiver<WorkerPhase>,
-    load: &ServerLoad,
+    connections: Arc<OpenConnections>,
 ) -> usize {
-    let mut connections = JoinSet::new();
+    let mut tasks = JoinSet::new();
     let mut drain = None;
-    let monitors = ConnectionMonitors::default();
+    let monitors = Rc::<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>::default();
     let mut is_queue_open = true;
-    while is_queue_open || !connections.is_empty() {
+    while is_queue_open || !tasks.is_empty() {
         tokio::select! {
             next = queued.recv(), if is_queue_open => {
                 let Some(next) = next else {
@@ -165,12 +154,14 @@ async fn run_worker<H: RequestHandler>(
                 let open = Arc::clone(&next.entry.connection);
                 let Some(listener) = listeners.get(open.listener_index) else { continue };
                 let id = open.id;
-                let monitor = ConnectionMonitor::new(
-                    listener.connection_timeouts(),
-                    handler.worker_metrics(),
-                    open,
-                    load.clone(),
-                );
+                let settings = &listener.config.settings;
+                let timeouts = ConnectionTimeouts {
+                    idle: settings.idle_timeout,
+                    request_head: settings.header_timeout,
+                    write_stall: settings.body_idle_timeout,
+                };
+                let metrics = handler.worker_metrics();
+                let monitor = ConnectionMonitor::new(timeouts, metrics, open, Arc::clone(&connections));
                 monitors.borrow_mut().insert(id, Rc::downgrade(&monitor));
                 monitor.report_memory();
                 monitor.set_age_limit(listener.connection_age_limit(id));
@@ -178,16 +169,21 @@ async fn run_worker<H: RequestHandler>(
                     monitor.request_drain(drain);
                 }
                 if !listener.config.kind.is_public() {
-                    monitor.set_unclosable();
+                    monitor.connections.set_unclosable(&monitor.connection);
                 }
-                let serving = serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor, load.clone());
+                let serving =
+                    serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor);
                 let monitors = Rc::clone(&monitors);
-                connections.spawn_local(async move {
+                tasks.spawn_local(async move {
                     serving.await;
                     monitors.borrow_mut().remove(&id);
                 });
             }
-            Some(ended) = connections.join_next() => record_connection_panic(ended, load),
+            Some(ended) = tasks.join_next() => if let Err(error) = ended {
+                // A panic ends only its own connection.
+                connections.record_panic();
+                tracing::error!(%error, "connection task panicked");
+            },
             changed = phase.changed() => match *phase.borrow_and_update() {
                 WorkerPhase::Serve if changed.is_ok() => {}
                 WorkerPhase::Drain(begun) if changed.is_ok() => {
@@ -198,7 +194,10 @@ async fn run_worker<H: RequestHandler>(
                     }
                 }
                 // Also if the server has ended.
-                _ => return cut_and_count_connections(connections),
+                _ => {
+                    while tasks.try_join_next().is_some() {}
+                    return tasks.len();
+                }
             },
         }
     }
@@ -211,56 +210,49 @@ async fn serve_queued_connection<H: RequestHandler>(
     listener: Rc<WorkerListener>,
     handler: Rc<H>,
     monitor: Rc<ConnectionMonitor>,
-    load: ServerLoad,
 ) {
     let QueuedConnection {
         socket,
         addr,
         entry: _entry,
     } = queued;
-    let is_unix = matches!(socket, AcceptedSocket::Unix(_));
-    let socket = match socket.into_client_socket() {
+    let is_unix = matches!(listener.config.settings.address, ListenAddress::Unix(_));
+    let socket = match register_socket(socket, is_unix) {
         Ok(socket) => SocketBelowTls::new(socket, Rc::clone(&monitor)),
         Err(error) => return tracing::debug!(%error, "failed to register an accepted socket"),
     };
     let limit = listener.config.settings.max_connections_per_client;
+    let mut client_count = None;
     let admit = |client: SocketAddr| {
         // Clients of a Unix socket have no address of their own.
         if is_unix && client == addr {
-            return Ok(None);
+            return true;
         }
         let Some(client) = handler.counted_client(client.ip()) else {
             monitor.connection.set_from_trusted_proxy();
-            return Ok(None);
+            return true;
         };
         if limit == 0 {
-            return Ok(None);
+            return true;
         }
-        let refuse = || monitor.record_close(ConnectionCloseReason::ClientLimit);
-        let admitted = load.client_counts().try_acquire(client, limit);
-        admitted.map(Some).ok_or_else(refuse)
+        client_count = monitor.connections.client_counts.try_acquire(client, limit);
+        if client_count.is_none() {
+            monitor.record_close(ConnectionCloseReason::ClientLimit);
+        }
+        client_count.is_some()
     };
-    let handshake = {
-        let mut handshake = pin!(run_handshake(&listener.config, socket, addr, admit));
-        let handshake = poll_fn(|cx| {
-            let polled = handshake.as_mut().poll(cx);
-            if polled.is_pending() {
-                monitor.report_memory();
-            }
-            polled
-        });
-        tokio::select! {
-            biased;
-            done = handshake => done,
-            reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
-        }
+    let handshake = tokio::select! {
+        biased;
+        done = run_handshake(&listener.config, socket, addr, admit) => done,
+        reason = monitor.wait_for_close_request() => return monitor.record_close(reason),
     };
     match handshake {
-        Ok((mut connection, _client_count)) => {
+        Ok(mut connection) => {
             connection.peer.listener_kind = listener.config.kind;
             serve_connection(connection, handler, listener, monitor).await;
         }
         Err(failed) => {
+            drop(client_count);
             if let Some(error) = failed.error {
                 handler.record_connection_setup_error(error);
             }
@@ -269,22 +261,15 @@ async fn serve_queued_connection<H: RequestHandler>(
     }
 }
 
-/// Cuts the unfinished connections and returns their number.
-fn cut_and_count_connections(mut connections: JoinSet<()>) -> usize {
-    while connections.try_join_next().is_some() {}
-    connections.len()
-}
-
-/// Counts and logs the panic of a connection task. A panic ends only its own connection.
-fn record_connection_panic(ended: Result<(), JoinError>, load: &ServerLoad) {
-    if let Err(error) = ended {
-        load.record_panic();
-        tracing::error!(%error, "connection task panicked");
+/// Registers an accepted socket with the current runtime.
+fn register_socket(socket: Socket, is_unix: bool) -> io::Result<ClientSocket> {
+    if is_unix {
+        return UnixStream::from_std(socket.into()).map(Either::Right);
     }
+    let socket = TcpStream::from_std(socket.into())?;
+    socket.set_nodelay(true)?;
+    Ok(Either::Left(socket))
 }
-
-/// Monitors of a worker's connections, by connection id.
-type ConnectionMonitors = Rc<RefCell<HashMap<u64, Weak<ConnectionMonitor>>>>;
 
 /// Idle time after which a thread for blocking work ends. The first one has to stay: tokio panics
 /// where it has none and cannot start one, for instance in a pod that is out of process ids.

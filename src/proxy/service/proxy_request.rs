@@ -1,7 +1,7 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use bytes::Bytes;
-use http::{Request, Response, request};
+use http::{Method, Request, Response, request};
 use http_body::Body as _;
 use std::cell::Cell;
 use std::net::IpAddr;
@@ -12,16 +12,16 @@ use super::ProxyService;
 use super::held_exchange::{HeldExchange, await_until_deadline};
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
-use crate::policy::PolicyTable;
+use crate::policy::{PolicyTable, SelfServiceSettings};
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::http::client_cert::add_client_cert;
-use crate::proxy::http::headers::{self, ForwardingContext};
+use crate::proxy::http::headers::ForwardingContext;
+use crate::proxy::http::headers::add_client_cert;
 use crate::proxy::http::inbound_request::InboundRequest;
-use crate::proxy::http::local_replies::{self, ReplyStyle};
-use crate::proxy::http::rate_limit_headers::{self, add_mark_header};
+use crate::proxy::http::local_replies::ReplyStyle;
+use crate::proxy::http::rate_limit_headers::add_mark_header;
 use crate::proxy::http::response_cost::CostMeter;
-use crate::proxy::http::upgrade;
+use crate::proxy::http::{headers, local_replies, rate_limit_headers, upgrade};
 use crate::proxy::server::handler::ConnectionPeer;
 use crate::proxy::{RequestBody, ResponseBody, UpstreamError, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
@@ -355,5 +355,39 @@ fn finish_upstream_span(
             Ok(response) => Ok(response.status().as_u16()),
             Err(error) => Err(error.kind.into_str()),
         });
+    }
+}
+
+impl ProxyService {
+    /// Answers a client that asks for its limits. The caller boxes the future: every request's
+    /// future would include its size otherwise.
+    pub(super) async fn answer_own_limits(
+        &self,
+        settings: &SelfServiceSettings,
+        context: RequestContext<'_>,
+        parts: &request::Parts,
+        inbound: InboundRequest,
+        body: RequestBody,
+    ) -> Response<ResponseBody> {
+        let arrived_at = context.arrived_at;
+        let style = context.style.replace_grpc_with_json();
+        if ![Method::GET, Method::HEAD].contains(&parts.method) {
+            let reply = local_replies::build_method_not_allowed_reply(style);
+            return self.respond_without_upstream(body, reply, arrived_at.elapsed());
+        }
+        let certificate = context.peer.certificate_subject.as_ref();
+        let facts = inbound.facts(parts, certificate);
+        let is_trusted = inbound.client.is_peer_trusted;
+        let Some(client) = context.table.client_quotas(&facts, is_trusted) else {
+            let reply = local_replies::build_unidentified_client_reply(style);
+            return self.respond_without_upstream(body, reply, arrived_at.elapsed());
+        };
+        let own = self.enforcer.read_own_limits(settings, &client, arrived_at);
+        let own = own.await;
+        let reply = local_replies::build_own_limits_reply(&own, style);
+        let trace = TraceParent::from_headers(&parts.headers);
+        let mut summary = RequestSummary::new(context, parts, inbound, trace, None);
+        self.log_and_trace_request(&mut summary, &own.verdict, reply.status(), Instant::now());
+        self.respond_without_upstream(body, reply, arrived_at.elapsed())
     }
 }

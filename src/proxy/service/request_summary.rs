@@ -65,7 +65,7 @@ impl<'r> RequestSummary<'r> {
         trace: Option<TraceParent>,
         recording: Option<Box<RequestRecording>>,
     ) -> Self {
-        let recorded = recording.as_ref().map(|recording| recording.context());
+        let recorded = recording.as_ref().map(|recording| recording.context);
         let trace_id = recorded.or(trace).map(|context| context.trace);
         let InboundRequest { target, client, .. } = inbound;
         Self {

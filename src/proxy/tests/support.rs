@@ -87,7 +87,7 @@ pub(super) fn upstream_settings(addr: SocketAddr) -> UpstreamSettings {
 /// Running server, stopped on drop.
 pub(super) struct RunningServer {
     pub(super) addr: SocketAddr,
-    pub(super) load: ServerLoad,
+    pub(super) load: Arc<OpenConnections>,
     pub(super) shutdown_signal: watch::Sender<ShutdownSignal>,
     pub(super) task: JoinHandle<std::io::Result<usize>>,
 }

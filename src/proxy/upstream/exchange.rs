@@ -19,11 +19,11 @@ use tokio::time::Instant;
 
 use super::UpstreamClient;
 use super::http2::Http2ResponseFuture;
-use super::http2::body_upload::BodyUpload;
-use super::http2::received_stream::{Http2ResponseBody, ReceivedStream};
+use super::http2::streams::BodyUpload;
+use super::http2::streams::Http2TunnelIo;
+use super::http2::streams::{Http2ResponseBody, ReceivedStream};
 use super::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use super::response_body::{ResponseBody, UpstreamBody, UpstreamBodySource};
-use super::tunnel_io::Http2TunnelIo;
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::body::tunnel::Tunnel;

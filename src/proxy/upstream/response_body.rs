@@ -14,7 +14,7 @@ use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
 
-use super::http2::received_stream::Http2ResponseBody;
+use super::http2::streams::Http2ResponseBody;
 use super::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::body::tunnel::Tunnel;

@@ -1,11 +1,11 @@
 //! Parses logs with one JSON object per line.
 
+use super::RequiredHeaders;
 use super::fields::present_value;
 use super::parsed_request::FieldKind::{
     self, ArrivalTime, Duration, EndTime, Host, Method, Peer, Query, RequestLine, Status, Target,
 };
 use super::parsed_request::{ParsedLine, ParsedRequest};
-use super::required_headers::RequiredHeaders;
 use super::timestamps::LogTimeParser;
 use serde_json::Value;
 use std::borrow::Cow;

@@ -5,12 +5,12 @@
 //! between quotes, escaped quotes are part of the field. Apache's directives are translated to the
 //! names of nginx variables.
 
+use super::RequiredHeaders;
 use super::parsed_request::FieldKind::{
     self, AddedDuration, AlbConnectionType, ArrivalTime, ClientFields, Duration, EndTime,
     EnvoyCounts, ForwardedFor, Host, Method, Peer, Query, RequestLine, Status, Target,
     UrlRequestLine,
 };
-use super::required_headers::RequiredHeaders;
 
 /// A parsed log format.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Parses logs of text lines by a [`LineTemplate`].
 
+use super::RequiredHeaders;
 use super::fields::{present_value, split_at_unescaped_quote, split_field, unescape_field};
 use super::parsed_request::{FieldKind, ParsedLine, ParsedRequest};
-use super::required_headers::RequiredHeaders;
 use super::template::LineTemplate;
 use super::timestamps::LogTimeParser;
 use smallvec::SmallVec;

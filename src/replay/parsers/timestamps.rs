@@ -24,9 +24,12 @@ impl LogTimeParser {
             return Some((time_us, true));
         }
         parse_rfc3339(text).or_else(|| {
+            // Times after the year 2255 are rejected, because a double does not hold their
+            // microseconds exactly.
             let seconds = parse_number::<f64>(text)? / f64::from(parts);
-            let (time_us, is_whole) = epoch_seconds_to_micros(seconds)?;
-            Some((time_us, is_whole && parts == 1))
+            let seconds = Some(seconds).filter(|seconds| (0.0..9e9).contains(seconds))?;
+            let is_whole = parts == 1 && seconds.fract() == 0.0;
+            Some((seconds_to_micros(seconds)?, is_whole))
         })
     }
 
@@ -67,16 +70,6 @@ pub(crate) fn parse_rfc3339(text: &[u8]) -> Option<(u64, bool)> {
         OffsetDateTime::parse(&format!("{date}T{time}"), &Rfc3339).ok()
     })?;
     Some((to_unix_micros(at)?, !text.contains('.')))
-}
-
-/// Converts seconds since the Unix epoch, with an optional fraction, to microseconds. Also returns
-/// whether the time has no fraction.
-fn epoch_seconds_to_micros(seconds: f64) -> Option<(u64, bool)> {
-    // Times after the year 2255 are rejected, because a double does not hold their microseconds
-    // exactly.
-    let is_date = (0.0..9e9).contains(&seconds);
-    let us = seconds_to_micros(seconds).filter(|_| is_date)?;
-    Some((us, seconds.fract() == 0.0))
 }
 
 /// Converts a duration in seconds to microseconds. `None` if it is negative or too long.

@@ -27,11 +27,16 @@ struct HtmlPage<'r> {
 impl ReplayReport {
     /// Renders the report as a self-contained page.
     pub fn render_html(&self) -> String {
-        let mut page = HtmlPage {
-            report: self,
-            text: String::with_capacity(64 << 10),
-        };
-        page.write_page();
+        let text = format!(
+            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
+            <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
+            <meta name=\"color-scheme\" content=\"light dark\">\
+            <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
+            <title>tidegate replay</title><style>{STYLE}</style></head><body><main>",
+        );
+        let mut page = HtmlPage { report: self, text };
+        page.write_main();
+        page.push("</main></body></html>\n");
         page.text
     }
 }
@@ -41,32 +46,21 @@ impl HtmlPage<'_> {
         self.text.push_str(html);
     }
 
-    fn write_page(&mut self) {
+    fn write_main(&mut self) {
         let report = self.report;
-        self.push(&format!(
-            "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
-            <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\
-            <meta name=\"color-scheme\" content=\"light dark\">\
-            <meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\
-            <title>tidegate replay</title><style>{STYLE}</style></head><body><main>",
-        ));
         self.write_header();
         if let [first, second, ..] = report.sets.as_slice() {
             self.write_comparison([first, second]);
         }
         let is_pair = report.sets.len() > 1;
-        self.push(if is_pair {
-            "<div class=\"pair\">"
-        } else {
-            "<div>"
-        });
+        let class = if is_pair { " class=\"pair\"" } else { "" };
+        self.push(&format!("<div{class}>"));
         for set in &report.sets {
             self.push("<article>");
             // A hidden `h2` keeps the heading levels complete for a single set.
-            let (name, class) = if is_pair {
-                (set.config.as_str(), "")
-            } else {
-                ("these policies", " class=\"unseen\"")
+            let (name, class) = match is_pair {
+                true => (set.config.as_str(), ""),
+                false => ("these policies", " class=\"unseen\""),
             };
             self.push(&format!("<h2{class}>By {}</h2>", EscapedText(name)));
             self.write_outcome_tiles(set);
@@ -78,7 +72,6 @@ impl HtmlPage<'_> {
         }
         self.push("</div>");
         self.write_list("Warnings", report.other_warnings());
-        self.push("</main></body></html>\n");
     }
 
     fn write_header(&mut self) {
@@ -208,7 +201,9 @@ impl HtmlPage<'_> {
             self.push(&format!("<td class=\"n\">{cell}</td>"));
         }
         self.push("<td>");
-        self.write_sparkline(&policy.series.counts, &policy.name);
+        let label = format!("Requests over time of policy {}", EscapedText(&policy.name));
+        let series = &policy.series.counts;
+        self.write_stacked_bars(series, MAX_SPARKLINE_BINS, ("spark", 40), &label);
         if policy.refused > 0 {
             let times = format_time_range(policy.first_refused_us, policy.last_refused_us, '…');
             self.push(&format!("<small>{times}</small>"));
@@ -327,11 +322,6 @@ impl HtmlPage<'_> {
         self.push(&format!(
             "<p class=\"axis\"><span>{from}</span><span>{to}</span></p></section>"
         ));
-    }
-
-    fn write_sparkline(&mut self, series: &RequestSeries, name: &str) {
-        let label = format!("Requests over time of policy {}", EscapedText(name));
-        self.write_stacked_bars(series, MAX_SPARKLINE_BINS, ("spark", 40), &label);
     }
 
     /// Writes stacked bars: refused requests on top of forwarded ones.

@@ -3,7 +3,7 @@
 use super::{PolicyReport, PolicySetReport, ReplayReport, format_share, merged_policy_names};
 use crate::config::format_duration;
 use crate::replay::suggestions::LimitSuggestion;
-use crate::text::{format_count, format_time, format_time_range, truncate_text, wrap_text};
+use crate::text::{format_count, format_time, format_time_range, truncate_text, wrap_indented};
 use std::time::Duration;
 
 /// Maximum width of names; longer names are truncated.
@@ -106,9 +106,10 @@ impl TextReportPage<'_> {
         });
         let parts = parts.collect::<Vec<_>>().join(", ");
         self.text.push('\n');
-        self.push_wrapped("", &parts);
+        self.text.push_str(&wrap_indented("", &parts, self.width));
         if let Some(sentence) = set.describe_left_out() {
-            self.push_wrapped("", &sentence);
+            self.text
+                .push_str(&wrap_indented("", &sentence, self.width));
         }
     }
 
@@ -235,7 +236,11 @@ impl TextReportPage<'_> {
         ));
         self.push_line(&format!("  the current limit is {now}, which {current}"));
         let quantiles = proposal.describe_peaks();
-        self.push_wrapped("  ", &format!("peak demand per {per}: {quantiles}"));
+        self.text.push_str(&wrap_indented(
+            "  ",
+            &format!("peak demand per {per}: {quantiles}"),
+            self.width,
+        ));
         let counts: Vec<u64> = proposal.histogram.iter().map(|(_, count)| *count).collect();
         let (bars, _) = render_bars(&counts);
         let last = format_count(proposal.histogram.last().map_or(0, |(upto, _)| *upto));
@@ -255,15 +260,8 @@ impl TextReportPage<'_> {
             self.push_title(title);
         }
         for sentence in sentences {
-            self.push_wrapped("- ", sentence);
-        }
-    }
-
-    /// Wraps a text at spaces.
-    fn push_wrapped(&mut self, bullet: &str, text: &str) {
-        let indent = " ".repeat(bullet.len());
-        for line in wrap_text(text, self.width, [bullet, &indent], usize::MAX) {
-            self.push_line(&line);
+            self.text
+                .push_str(&wrap_indented("- ", sentence, self.width));
         }
     }
 }

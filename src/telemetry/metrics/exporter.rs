@@ -23,12 +23,9 @@ pub struct MetricExportSettings {
 /// Reads the state of the process for an export.
 type ReadProcessStatus = Arc<dyn Fn() -> ProcessStatus + Send + Sync>;
 
-/// A message of an export. The next one is encoded once `sent` has a value, so that there is one
-/// message in memory at a time.
-struct MessageToSend {
-    message: Bytes,
-    sent: oneshot::Sender<()>,
-}
+/// A message of an export. The next one is encoded once the sender has sent a value, so that there is
+/// one message in memory at a time.
+type MessageToSend = (Bytes, oneshot::Sender<()>);
 
 /// State of the export task.
 struct MetricExportWorker {
@@ -92,13 +89,12 @@ impl MetricExportWorker {
         let encoder = spawn_blocking(move || {
             let send_message = |message| {
                 let (sent, is_sent) = oneshot::channel();
-                let message = MessageToSend { message, sent };
-                sender.blocking_send(message).is_ok() && is_sent.blocking_recv().is_ok()
+                sender.blocking_send((message, sent)).is_ok() && is_sent.blocking_recv().is_ok()
             };
             let times = (started_ns, now_ns);
             metrics.send_otlp_messages(&read_status(), &resource, times, send_message);
         });
-        while let Some(MessageToSend { message, sent }) = messages.recv().await {
+        while let Some((message, sent)) = messages.recv().await {
             // An error drops `sent` and the channel, which ends the encoding.
             let rejected = self.collector.export(message).await?;
             if rejected > 0 {

@@ -36,18 +36,12 @@ pub enum OtlpSignal {
 /// A collector, and how to reach it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CollectorSettings {
-    pub url: CollectorUrl,
+    /// Its authority has a port. A path selects OTLP over HTTP, an empty path gRPC.
+    pub url: HttpUrl,
     /// Headers that are added to every export.
     pub headers: HeaderMap,
     /// TLS settings; present exactly if the URL's scheme is https.
     pub tls: Option<ClientTls>,
-}
-
-/// The address and protocol of a collector.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CollectorUrl {
-    /// Its authority has a port. A path selects OTLP over HTTP, an empty path gRPC.
-    pub endpoint: HttpUrl,
 }
 
 /// A collector and its connection.
@@ -95,15 +89,13 @@ impl CollectorSettings {
         "upgrade",
         "user-agent",
     ];
-}
 
-impl CollectorUrl {
-    /// Parses a URL with scheme `http` or `https`, host, and port (4317 if absent). Port 4318 or a
+    /// Parses the URL of a collector with scheme `http` or `https`, host, and port (4317 if absent). Port 4318 or a
     /// path selects OTLP over HTTP; any other URL selects gRPC. `signal` selects the default path.
     ///
     /// # Errors
     /// Returns a message that states the expected form.
-    pub fn parse(text: &str, signal: OtlpSignal) -> Result<Self, String> {
+    pub fn parse_url(text: &str, signal: OtlpSignal) -> Result<HttpUrl, String> {
         let mut endpoint = HttpUrl::parse(text, [GRPC_PORT, GRPC_PORT])
             .ok_or("expected a collector such as \"http://127.0.0.1:4317\"")?;
         if endpoint.has_credentials() || endpoint.path_and_query.contains('?') {
@@ -121,12 +113,12 @@ impl CollectorUrl {
             let path = if is_http { signal.http_path() } else { "" };
             path.clone_into(&mut endpoint.path_and_query);
         }
-        Ok(Self { endpoint })
+        Ok(endpoint)
     }
+}
 
-    fn is_grpc(&self) -> bool {
-        self.endpoint.path_and_query.is_empty()
-    }
+fn is_grpc(url: &HttpUrl) -> bool {
+    url.path_and_query.is_empty()
 }
 
 impl CollectorClient {
@@ -174,9 +166,9 @@ impl CollectorClient {
 
     async fn connect(&self) -> Result<CollectorConnection, String> {
         let CollectorSettings { url, tls, .. } = &self.settings;
-        let is_grpc = url.is_grpc();
+        let is_grpc = is_grpc(url);
         let protocol = if is_grpc { "h2" } else { "http/1.1" };
-        let stream = http_client::connect(&url.endpoint, tls.as_ref(), &[protocol]).await?;
+        let stream = http_client::connect(url, tls.as_ref(), &[protocol]).await?;
         let stream = TokioIo::new(stream);
         if is_grpc {
             let connected = http2::handshake(TokioExecutor::new(), stream).await;
@@ -195,9 +187,9 @@ impl CollectorClient {
             authority,
             path_and_query,
             ..
-        } = &self.settings.url.endpoint;
-        let (uri, content_type, (name, value), body) = if self.settings.url.is_grpc() {
-            let (scheme, path) = (self.settings.url.endpoint.scheme(), self.signal.grpc_path());
+        } = &self.settings.url;
+        let (uri, content_type, (name, value), body) = if is_grpc(&self.settings.url) {
+            let (scheme, path) = (self.settings.url.scheme(), self.signal.grpc_path());
             let uri = format!("{scheme}://{authority}{path}");
             let body = frame_grpc_message(&message)?;
             (uri, "application/grpc", (TE, "trailers"), body)
@@ -294,15 +286,9 @@ fn to_export_error(error: impl fmt::Display) -> String {
     error.to_string()
 }
 
-impl fmt::Display for CollectorUrl {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.endpoint.fmt(f)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{CollectorUrl, OtlpSignal};
+    use super::{CollectorSettings, OtlpSignal};
 
     #[test]
     fn port_and_path_select_the_protocol() {
@@ -324,9 +310,9 @@ mod tests {
                 false,
             ),
         ] {
-            let url = CollectorUrl::parse(text, OtlpSignal::Traces).unwrap();
+            let url = CollectorSettings::parse_url(text, OtlpSignal::Traces).unwrap();
             assert_eq!(
-                (url.to_string().as_str(), url.is_grpc()),
+                (url.to_string().as_str(), super::is_grpc(&url)),
                 (shown, is_grpc),
                 "{text}"
             );
@@ -335,7 +321,8 @@ mod tests {
 
     #[test]
     fn signal_selects_the_default_path() {
-        let url = CollectorUrl::parse("http://collector:4318", OtlpSignal::Metrics).unwrap();
+        let url =
+            CollectorSettings::parse_url("http://collector:4318", OtlpSignal::Metrics).unwrap();
         assert_eq!(url.to_string(), "http://collector:4318/v1/metrics");
     }
 
@@ -353,7 +340,7 @@ mod tests {
             "http://a/?b=c",
         ] {
             assert!(
-                CollectorUrl::parse(text, OtlpSignal::Metrics).is_err(),
+                CollectorSettings::parse_url(text, OtlpSignal::Metrics).is_err(),
                 "{text}"
             );
         }

@@ -32,7 +32,7 @@ pub struct TraceParent {
     pub trace: TraceId,
     /// The span of the sender.
     pub span: SpanId,
-    flags: u8,
+    pub(super) flags: u8,
 }
 
 impl TraceParent {
@@ -107,11 +107,6 @@ impl TraceParent {
             self.trace, self.span, self.flags
         ))
         .ok()
-    }
-
-    /// The flags in the form of OTLP.
-    pub(super) fn otlp_flags(self) -> u32 {
-        self.flags.into()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Recording of one request as spans.
 
+use super::Tracer;
 use super::context::{TRACEPARENT, TRACESTATE, TraceParent};
-use super::{SharedTracer, Tracer};
 use crate::telemetry::otlp::{int_attribute, standard_method_name, string_attribute};
 use http::HeaderMap;
 use http::Method;
@@ -9,7 +9,6 @@ use opentelemetry_proto::tonic::common::v1::KeyValue;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use opentelemetry_proto::tonic::trace::v1::status::StatusCode;
 use opentelemetry_proto::tonic::trace::v1::{Span, Status};
-use std::fmt;
 use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 use tokio::time::Instant;
@@ -24,7 +23,7 @@ const UNKNOWN_METHOD_NAME: &str = "HTTP";
 #[derive(Debug)]
 pub struct RequestRecording {
     tracer: Tracer,
-    context: TraceParent,
+    pub context: TraceParent,
     server: Span,
     decision: Option<Span>,
     /// The forwarding of the request to the upstream.
@@ -60,15 +59,23 @@ pub struct TracedResponse<'a> {
     pub source: Option<(&'static str, Instant)>,
 }
 
-impl RequestRecording {
-    /// Starts a recording. `caller` is the trace context of a sampled caller.
-    pub(super) fn new(
-        tracer: &Tracer,
+impl Tracer {
+    /// Starts a recording of the request if it is sampled. `caller` is the trace context of its
+    /// headers.
+    pub fn start_recording_if_sampled(
+        &self,
         caller: Option<TraceParent>,
         headers: &HeaderMap,
         request: &TracedRequest<'_>,
         arrived: Instant,
-    ) -> Self {
+    ) -> Option<Box<RequestRecording>> {
+        let is_sampled = match caller {
+            Some(caller) => caller.is_sampled(),
+            None => fastrand::f64() < self.0.sample_ratio,
+        };
+        if !is_sampled {
+            return None;
+        }
         let context = caller.map_or_else(TraceParent::new_root, TraceParent::new_child);
         // Without a valid `traceparent`, `tracestate` is ignored.
         let tracestate = caller.and_then(|_| read_tracestate(headers));
@@ -86,18 +93,18 @@ impl RequestRecording {
             let original = request.method.as_str();
             attributes.push(string_attribute("http.request.method_original", original));
         }
-        Self {
-            tracer: tracer.clone(),
+        Some(Box::new(RequestRecording {
+            tracer: self.clone(),
             context,
             server: Span {
                 trace_id: context.trace.0.to_be_bytes().to_vec(),
                 span_id: context.span.0.to_be_bytes().to_vec(),
                 parent_span_id: parent.unwrap_or_default(),
                 trace_state: tracestate.unwrap_or_default(),
-                flags: context.otlp_flags(),
+                flags: context.flags.into(),
                 name: method.unwrap_or(UNKNOWN_METHOD_NAME).to_owned(),
                 kind: SpanKind::Server.into(),
-                start_time_unix_nano: tracer.to_unix_ns(arrived),
+                start_time_unix_nano: self.to_unix_ns(arrived),
                 attributes,
                 ..Span::default()
             },
@@ -105,13 +112,18 @@ impl RequestRecording {
             upstream: None,
             status: None,
             body_error: None,
-        }
+        }))
     }
 
-    pub fn context(&self) -> TraceParent {
-        self.context
+    fn to_unix_ns(&self, at: Instant) -> u64 {
+        self.0
+            .clock
+            .instant_to_unix_us(at.into_std())
+            .saturating_mul(1000)
     }
+}
 
+impl RequestRecording {
     /// A span inside that of the request, and its context.
     fn new_child(&self, kind: SpanKind, name: &str, started_ns: u64) -> (TraceParent, Span) {
         let (context, server) = (self.context.new_child(), &self.server);
@@ -267,21 +279,4 @@ fn read_tracestate(headers: &HeaderMap) -> Option<String> {
     members
         .map(|members| members.join(","))
         .filter(|state| state.len() <= MAX_TRACESTATE_BYTES)
-}
-
-impl fmt::Debug for SharedTracer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SharedTracer")
-            .field("sample_ratio", &self.sample_ratio)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Tracer {
-    fn to_unix_ns(&self, at: Instant) -> u64 {
-        self.0
-            .clock
-            .instant_to_unix_us(at.into_std())
-            .saturating_mul(1000)
-    }
 }

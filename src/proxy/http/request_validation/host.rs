@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::net::Ipv6Addr;
 use std::ops::Range;
 
-use super::error::RequestValidationError;
+use super::RequestValidationError;
 use crate::policy::parse_whole_number;
 
 /// Host for policies: lowercase, without port and trailing dot.

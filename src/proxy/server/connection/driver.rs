@@ -1,6 +1,5 @@
 //! Drives a connection's work until it ends, times out or drains.
 
-use http::StatusCode;
 use std::future::poll_fn;
 use std::rc::Rc;
 use std::task::{Context, Poll};
@@ -11,7 +10,6 @@ use tokio::time::{Instant, timeout};
 use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_monitor::{ConnectionMonitor, TimeoutKind};
 use crate::proxy::connection_io::LazyTimer;
-use crate::proxy::server::monitored_socket::MonitoredSocket;
 
 /// Polls the work of a connection and ends it at the deadlines of its [`ConnectionMonitor`].
 pub(crate) struct ConnectionDriver {
@@ -30,7 +28,7 @@ pub(crate) struct ConnectionDriver {
 impl ConnectionDriver {
     pub(crate) fn new(monitor: Rc<ConnectionMonitor>) -> Self {
         Self {
-            is_new_in_drain: monitor.drain.requested.get().is_some(),
+            is_new_in_drain: monitor.drain.is_new.get(),
             monitor,
             timer: LazyTimer::default(),
             close_at: None,
@@ -50,7 +48,7 @@ impl ConnectionDriver {
             self.close_at = Some(Instant::now());
         }
         poll_fn(|cx| {
-            self.monitor.connection.set_driver_waker(cx.waker());
+            self.monitor.connection.driver.register(cx.waker());
             self.begin_requested_drain();
             // The close is requested before `work` is polled, so that a response in progress
             // announces it.
@@ -88,7 +86,9 @@ impl ConnectionDriver {
                         continue;
                     }
                     // Counted if the client does not read then either.
-                    TimeoutKind::UnsentResponse => self.monitor.unsent_responses.restart_timeout(),
+                    TimeoutKind::UnsentResponse => {
+                        self.monitor.output.unsent_responses.restart_timeout()
+                    }
                     _ => return Poll::Ready(Err(overdue)),
                 }
                 if let Poll::Ready(end) = self.request_close(cx, &mut work) {
@@ -100,31 +100,11 @@ impl ConnectionDriver {
         .await
     }
 
-    /// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
-    pub(super) async fn close_timed_out_connection(
-        &self,
-        mut socket: MonitoredSocket,
-        overdue: TimeoutKind,
-        record_unreadable: impl Fn(StatusCode),
-    ) {
-        self.monitor.record_timeout(overdue);
-        if overdue != TimeoutKind::SlowHead {
-            return socket.abort();
-        }
-        record_unreadable(StatusCode::REQUEST_TIMEOUT);
-        self.monitor.exchange.has_unread_input.set(true);
-        let response_sent = timeout(CLOSE_TIMEOUT, async {
-            socket.write_all(REQUEST_TIMEOUT_RESPONSE).await?;
-            socket.shutdown().await
-        });
-        if !matches!(response_sent.await, Ok(Ok(()))) {
-            tracing::debug!("408 response not delivered");
-        }
-    }
     /// Sets the time of the close if the connection was asked to drain.
     fn begin_requested_drain(&mut self) {
-        if let Some(drain) = self.monitor.drain.requested.take()
+        if self.monitor.drain.is_new.take()
             && !self.is_closing
+            && let Some(drain) = self.monitor.drain.requested.get()
         {
             let now = Instant::now();
             self.request_delay = drain.request_delay;
@@ -183,11 +163,8 @@ impl ConnectionDriver {
     }
 }
 
-const REQUEST_TIMEOUT_RESPONSE: &[u8] =
-    b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
-
 /// Time limit for writing a final response and closing the connection.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Shuts a connection down within [`CLOSE_TIMEOUT`].
 pub(crate) async fn close_gracefully(socket: &mut (impl AsyncWrite + Unpin)) {

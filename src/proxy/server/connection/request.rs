@@ -23,91 +23,118 @@ use crate::proxy::body::{
 use crate::proxy::client_connection::connection_monitor::{
     ActiveRequestGuard, ConnectionMonitor, StreamProgress,
 };
-use crate::proxy::client_connection::continue_responses::ContinuePermit;
-use crate::proxy::client_connection::unsent_responses::{StreamOutput, UnsentChunkGuard};
+use crate::proxy::client_connection::connection_output::ContinuePermit;
+use crate::proxy::client_connection::connection_output::{StreamOutput, UnsentChunkGuard};
 use crate::proxy::http::header_lines;
-use crate::proxy::http2_frames::head_marks::{HeadMark, take_head_mark};
+use crate::proxy::http2_frames::field_block_filter::{HeadMark, take_head_mark};
+use crate::proxy::http2_frames::frame_limits::MALFORMED_HEAD_COST;
 use crate::proxy::server::handler::{ConnectionPeer, RequestHandler};
+use crate::proxy::server::listener::WorkerListener;
 
 /// Maximum size of a response chunk passed to HTTP/2. Once h2 has taken a chunk, the client reads,
 /// even if slowly.
 const H2_MAX_CHUNK_BYTES: usize = 16 * 1024;
 
-/// Passes one request to the handler. The request stays active until the bodies of request and
-/// response are dropped.
-///
-/// Inlined so that the future is constructed in place instead of being copied.
-#[inline(always)]
-pub(super) fn handle_request<H: RequestHandler>(
-    request: Request<Incoming>,
-    peer: Arc<ConnectionPeer>,
-    handler: &Rc<H>,
-    limits: RequestBodyLimits,
-    monitor: &Rc<ConnectionMonitor>,
-    handover: &Rc<UpgradeHandover>,
-) -> impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H> {
-    let active = monitor.begin_request();
-    let (mut head, incoming) = request.into_parts();
-    let upgrade = head.extensions.remove::<OnUpgrade>();
-    if upgrade.is_some() {
-        handover.was_upgrade_requested.set(true);
+/// What the requests of one connection share.
+pub(super) struct RequestContext<H> {
+    pub(super) handler: Rc<H>,
+    pub(super) peer: Arc<ConnectionPeer>,
+    pub(super) listener: Rc<WorkerListener>,
+    pub(super) monitor: Rc<ConnectionMonitor>,
+    pub(super) handover: Rc<UpgradeHandover>,
+}
+
+impl<H: RequestHandler> RequestContext<H> {
+    /// Passes one request to the handler. The request stays active until the bodies of request and
+    /// response are dropped.
+    pub(super) fn handle(
+        &self,
+        request: Request<Incoming>,
+    ) -> Pin<Box<impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H>>>
+    {
+        // A request future takes about 4 KiB. It is constructed in its box, which avoids a copy.
+        let allocation = Box::new_uninit();
+        Box::into_pin(Box::write(allocation, self.begin(request)))
     }
-    if head.version == Version::HTTP_10 {
-        monitor.exchange.is_close_delimited.set(true);
-    }
-    let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
-    let charges_faults =
-        is_http2 && peer.listener_kind.is_public() && !monitor.connection.is_from_trusted_proxy();
-    let permit = take_mark(&mut head, monitor, charges_faults);
-    let body = RequestBody::new(&head, incoming, limits, permit, &active);
-    let head_bytes = count_head(monitor, &mut head, is_http2);
-    let guard = RequestGuard {
-        request: active,
-        head_bytes,
-        body: body.progress(),
-        arrived_at: charges_faults.then(Instant::now),
-        is_complete: false,
-    };
-    let (handler, handover) = (Rc::clone(handler), Rc::clone(handover));
-    let interim = InformationalForwarder::new(head.version, monitor);
-    async move {
-        // The handler's future is constructed here, in place: it reserves space for everything that
-        // a request may need. Constructed earlier, this future would be stored twice per connection
-        // and copied for each request.
-        let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
-        let response = poll_fn(|cx| {
-            let polled = handling.as_mut().poll(cx);
-            if polled.is_pending() {
-                let progress = &guard.request.monitor().stream_progress;
-                progress.set(Some(StreamProgress::AwaitsUpstream));
+
+    /// Inlined so that the future is constructed in place instead of being copied.
+    #[inline(always)]
+    fn begin(
+        &self,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Result<Response<TrackedResponseBody>, Infallible>> + use<H> {
+        let (monitor, settings) = (&self.monitor, &self.listener.config.settings);
+        let active = monitor.begin_request();
+        let (mut head, incoming) = request.into_parts();
+        let upgrade = head.extensions.remove::<OnUpgrade>();
+        if upgrade.is_some() {
+            self.handover.was_upgrade_requested.set(true);
+        }
+        if head.version == Version::HTTP_10 {
+            monitor.exchange.is_close_delimited.set(true);
+        }
+        let (is_http2, is_head) = (head.version == Version::HTTP_2, head.method == Method::HEAD);
+        let charges_faults = is_http2
+            && self.peer.listener_kind.is_public()
+            && !monitor.connection.is_from_trusted_proxy();
+        let permit = take_mark(&mut head, monitor, charges_faults);
+        let limits = RequestBodyLimits {
+            idle_timeout: settings.body_idle_timeout,
+            min_rate: settings.min_upload_rate,
+            max_bytes: settings.max_body_bytes,
+        };
+        let body = RequestBody::new(&head, incoming, limits, permit, &active);
+        let head_bytes = count_head(monitor, &mut head, is_http2);
+        let guard = RequestGuard {
+            request: active,
+            head_bytes,
+            body: body.progress(),
+            arrived_at: charges_faults.then(Instant::now),
+            is_complete: false,
+        };
+        let (handler, handover) = (Rc::clone(&self.handler), Rc::clone(&self.handover));
+        let peer = Arc::clone(&self.peer);
+        let interim = InformationalForwarder::new(head.version, monitor);
+        async move {
+            // The handler's future is constructed here, in place: it reserves space for everything that
+            // a request may need. Constructed earlier, this future would be stored twice per connection
+            // and copied for each request.
+            let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
+            let response = poll_fn(|cx| {
+                let polled = handling.as_mut().poll(cx);
+                if polled.is_pending() {
+                    let progress = &guard.request.monitor().stream_progress;
+                    progress.set(Some(StreamProgress::AwaitsUpstream));
+                }
+                polled
+            });
+            let mut response = response.await;
+            let monitor = guard.request.monitor();
+            if let Some(body) = &guard.body {
+                body.record_response_start();
             }
-            polled
-        });
-        let mut response = response.await;
-        let monitor = guard.request.monitor();
-        if let Some(body) = &guard.body {
-            body.record_response_start();
+            monitor.record_response_start();
+            if !is_http2
+                && (monitor.drain.requested.get().is_some()
+                    || monitor.exchange.has_unread_input.get())
+                && response.status() != StatusCode::SWITCHING_PROTOCOLS
+            {
+                // A request that the client sends after the last response is lost unless that response
+                // has this header. hyper would add it too late: it is asked to close only when no more
+                // input is expected, and notices an unread body later.
+                let close = HeaderValue::from_static("close");
+                response.headers_mut().insert(header::CONNECTION, close);
+            }
+            if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
+                let active = guard.request.clone();
+                handover.request.replace(Some(UpgradedRequest {
+                    tunnel,
+                    client,
+                    active,
+                }));
+            }
+            Ok(track_response(response, guard, is_http2, is_head))
         }
-        monitor.record_response_start();
-        if !is_http2
-            && (monitor.drain.is_draining.get() || monitor.exchange.has_unread_input.get())
-            && response.status() != StatusCode::SWITCHING_PROTOCOLS
-        {
-            // A request that the client sends after the last response is lost unless that response
-            // has this header. hyper would add it too late: it is asked to close only when no more
-            // input is expected, and notices an unread body later.
-            let close = HeaderValue::from_static("close");
-            response.headers_mut().insert(header::CONNECTION, close);
-        }
-        if let (Some(tunnel), Some(client)) = (response.body_mut().take_tunnel(), upgrade) {
-            let active = guard.request.clone();
-            handover.request.replace(Some(UpgradedRequest {
-                tunnel,
-                client,
-                active,
-            }));
-        }
-        Ok(track_response(response, guard, is_http2, is_head))
     }
 }
 
@@ -147,7 +174,7 @@ fn take_mark(
     monitor: &ConnectionMonitor,
     charges_faults: bool,
 ) -> Option<ContinuePermit> {
-    if !monitor.output.has_head_marks.get() {
+    if !monitor.has_head_marks.get() {
         return None;
     }
     match take_head_mark(&mut head.headers)? {
@@ -155,7 +182,7 @@ fn take_mark(
         HeadMark::Malformed(error) => {
             head.extensions.insert(error);
             if charges_faults {
-                monitor.frame_budget.charge_malformed_head();
+                monitor.frame_budget.charge_frames(MALFORMED_HEAD_COST);
             }
             None
         }
@@ -253,7 +280,7 @@ impl Body for TrackedResponseBody {
         progress.set(Some(StreamProgress::AwaitsUpstream));
         // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
         // data stays with the upstream.
-        ready!(monitor.poll_write_progress(cx));
+        ready!(monitor.output.poll_write_progress(cx));
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -278,7 +305,7 @@ impl Body for TrackedResponseBody {
         let progress = &monitor.stream_progress;
         progress.set(Some(StreamProgress::AwaitsClient));
         let (max_bytes, unsent) = if self.is_http2 {
-            let responses = Rc::clone(&monitor.unsent_responses);
+            let responses = Rc::clone(&monitor.output.unsent_responses);
             let new_output = || StreamOutput::new(&responses);
             let output = self.output.get_or_insert_with(new_output);
             (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))

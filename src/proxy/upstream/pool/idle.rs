@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamPool;
-use super::connection::{ConnectionProtocol, UpstreamConnection};
+use super::{ConnectionProtocol, UpstreamConnection};
 use crate::proxy::UpstreamUrl;
 use crate::proxy::upstream::http2::Http2Connection;
 

@@ -11,7 +11,7 @@ use tokio::time::timeout;
 
 use super::{QueueSlotGuard, UpstreamPool};
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::upstream::shared_state::UpstreamSharedState;
+use crate::proxy::upstream::UpstreamSharedState;
 use crate::proxy::upstream_error::UpstreamError;
 
 /// Smallest `max_connections` that is divided into shares.
