@@ -120,7 +120,7 @@ pub struct ExportHandle {
 
 impl ExportHandle {
     /// Creates a handle, with the signal to stop, and a sender that the export drops at its end.
-    pub(super) fn new(what: &'static str) -> (Self, oneshot::Receiver<()>, oneshot::Sender<()>) {
+    pub(super) fn new(signal: OtlpSignal) -> (Self, oneshot::Receiver<()>, oneshot::Sender<()>) {
         let (stop, stopped) = oneshot::channel();
         let (done_sender, done) = oneshot::channel();
         (Self { signal, stop, done }, stopped, done_sender)
