@@ -54,10 +54,7 @@ use table_reader::TableReader;
 /// # Errors
 /// [`ConfigErrors`] with all errors.
 pub fn load(sources: &ConfigSources) -> Result<Config, ConfigErrors> {
-    let mut input = ConfigInput {
-        skips_key_files: sources.skips_key_files,
-        ..ConfigInput::default()
-    };
+    let mut input = ConfigInput::new(sources.skips_key_files);
     let Some(mut raw) = files::read_main_file(&mut input, &sources.file) else {
         // Diagnostics of the readable part of a broken file would mislead.
         return input.into_load_result(None, |config: Config, _, _| config);

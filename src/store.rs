@@ -188,7 +188,7 @@ impl Store {
     /// nothing for a memory store.
     pub async fn return_units_and_leave_membership(&self) {
         if let Self::Redis(RedisDecisionPath { redis, leases, .. }) = self {
-            redis.router.wait_until_reservations_returned().await;
+            redis.wait_until_reservations_returned().await;
             leases.end_leases_and_send_credits(redis).await;
             redis.leave_membership().await;
         }

@@ -129,7 +129,7 @@ impl AdminClient {
         let status = response.status().as_u16();
         let mut text = format!("{}: answered {status}", self.address);
         let body: Value = serde_json::from_slice(response.body()).unwrap_or_default();
-        if let Some(detail) = body["detail"].as_str() {
+        if let Some(detail) = body.get("detail").and_then(Value::as_str) {
             text.push_str(&format!(": {}", escape_unprintable(detail)));
         }
         if matches!(status, 401 | 403) {

@@ -19,10 +19,17 @@ pub(super) struct ConfigInput {
     documents: Vec<TomlDocument>,
     diagnostics: RefCell<Vec<ConfigDiagnostic>>,
     pub(super) files: RefCell<FileSet>,
-    pub(super) skips_key_files: bool,
+    skips_key_files: bool,
 }
 
 impl ConfigInput {
+    pub(super) fn new(skips_key_files: bool) -> Self {
+        Self {
+            skips_key_files,
+            ..Self::default()
+        }
+    }
+
     /// Whether the files that keys name are read: secrets, certificates and key sets.
     pub(super) fn reads_key_files(&self) -> bool {
         !self.skips_key_files

@@ -191,8 +191,8 @@ fn the_example_names_every_key_with_its_default() {
     let filled = load(&make_text_sources(&all)).unwrap();
     let fresh = load(&make_text_sources(UPSTREAM_LINE)).unwrap();
     for leaf in schema::leaf_keys() {
-        let here = text_conversion::content_or_default(&filled.raw, &leaf);
-        let default = text_conversion::content_or_default(&fresh.raw, &leaf);
+        let here = schema_value::content_or_default(&filled.raw, &leaf);
+        let default = schema_value::content_or_default(&fresh.raw, &leaf);
         let (path, name) = (&leaf.path, leaf.key.name);
         assert!(
             default.is_none() || here == default,
@@ -577,7 +577,7 @@ fn a_new_password_needs_no_restart_and_is_never_printed() {
         [""; 0]
     );
     let source = running.credential_source();
-    assert!(source.files.contains(&file));
+    assert!(source.files.files.contains(&file));
     let credentials = Credentials {
         redis: source.load_redis().unwrap(),
         admin_token: source.load_admin_token().unwrap(),

@@ -23,9 +23,7 @@ use super::http::request_validation::RequestValidationError;
 use super::server::handler::ConnectionPeer;
 use super::service::ProxyService;
 use super::service::request_summary::{RequestContext, RequestSummary};
-use super::service::validation::ORIGINAL_STATUS_HEADER;
-use crate::enforcer::Verdict;
-use crate::policy::PolicyTable;
+use super::service::validation::replace_status;
 use crate::policy::path::ForwardedPath;
 use crate::telemetry::trace::TraceParent;
 
@@ -137,7 +135,15 @@ impl ProxyService {
             Some(denial) => {
                 self.translate_denial_status(denial.map(ResponseBody::Full), proxy_kind)
             }
-            None => build_allowed_reply(&verdict, table),
+            // Lets the proxy in front forward the request, with the rate-limit fields and the mark,
+            // which it may copy into the request.
+            None => {
+                let mut allowed = Response::new(ResponseBody::Empty);
+                let headers = allowed.headers_mut();
+                rate_limit_headers::write_headers(&verdict, table.rate_limit_headers, headers);
+                add_mark_header(headers, table, &verdict);
+                allowed
+            }
         }
     }
 
@@ -149,9 +155,6 @@ impl ProxyService {
         proxy_kind: AuthProxyKind,
     ) -> Response<ResponseBody> {
         let status = denial.status();
-        denial
-            .headers_mut()
-            .insert(&ORIGINAL_STATUS_HEADER, HeaderValue::from(status.as_u16()));
         // Envoy treats 5xx as a failed check, so `failure_mode_allow` would let the rejected
         // request pass. 429 rejects it, and also permits a retry.
         let is_failed_check = proxy_kind == AuthProxyKind::Envoy && status.is_server_error();
@@ -160,18 +163,10 @@ impl ProxyService {
         } else {
             status
         };
-        *denial.status_mut() = self.ext_authz.denied_status.unwrap_or(translated);
+        let status = self.ext_authz.denied_status.unwrap_or(translated);
+        replace_status(&mut denial, status);
         denial
     }
-}
-
-/// Response that lets the proxy in front forward the request, with the rate-limit fields and the
-/// mark, which the proxy in front may copy into the request.
-fn build_allowed_reply(verdict: &Verdict<'_>, table: &PolicyTable) -> Response<ResponseBody> {
-    let mut allowed = Response::new(ResponseBody::Empty);
-    rate_limit_headers::write_headers(verdict, table.rate_limit_headers, allowed.headers_mut());
-    add_mark_header(allowed.headers_mut(), table, verdict);
-    allowed
 }
 
 fn reject_invalid_auth_request(

@@ -4,8 +4,8 @@
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version, header};
 use std::net::IpAddr;
 
-use super::http::header_lines;
-use super::http::headers::{self, AddressText, ForwardingContext, is_client_cert_field};
+use super::http::header_lines::{self, is_client_cert_field};
+use super::http::headers::{self, AddressText, ForwardingContext};
 use super::http::inbound_request::InboundRequest;
 use super::http::response_cost::JsonPointerScanner;
 use super::http2_frames::frame_scanner::FrameScanner;

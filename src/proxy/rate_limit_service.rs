@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use super::ResponseBody;
 use super::body::RequestBody;
 use super::http::access_log::{AccessLogEntry, classify_verdict};
-use super::http::rate_limit_headers::{self, build_mark_value};
+use super::http::rate_limit_headers::{self, SECOND_US, build_mark_value};
 use super::rate_limit_service::grpc::{GrpcError, GrpcStatusCode, RlsCallResult, invalid_argument};
 use super::rate_limit_service::messages::health_check_response::ServingStatus;
 use super::rate_limit_service::messages::rate_limit_response::rate_limit::Unit;
@@ -54,8 +54,6 @@ pub const MAX_MESSAGE_BYTES: u64 = 64 << 10;
 /// in one store call.
 const MAX_DESCRIPTORS_PER_CALL: usize = 64;
 const MAX_ENTRIES_PER_DESCRIPTOR: usize = 64;
-
-const SECOND_US: u64 = 1_000_000;
 
 impl ProxyService {
     /// Answers a gRPC call of the rate limit service or of the health service.
@@ -131,7 +129,7 @@ impl ProxyService {
         }
         let messages = call.descriptors.iter();
         let entries: Vec<_> = messages.map(borrow_descriptor_entries).collect();
-        let (positions, descriptors) = build_descriptors(&call, &entries)?;
+        let (is_decided, descriptors) = build_descriptors(&call, &entries)?;
         let snapshot = self.enforcer.policy_snapshot();
         let verdict = self
             .enforcer
@@ -140,8 +138,13 @@ impl ProxyService {
         self.metrics
             .record_request_decision(classify_verdict(&call_verdict.verdict) as usize);
         self.log_rate_limit_call(&call_verdict, &descriptors, peer, arrived_at, trace);
-        call_verdict.statuses =
-            restore_positions(call_verdict.statuses, &positions, call.descriptors.len());
+        if descriptors.len() < is_decided.len() {
+            // A descriptor without a decision is not limited.
+            let mut decided = call_verdict.statuses.into_iter();
+            let restore = |is_decided: &bool| is_decided.then(|| decided.next()).flatten();
+            let statuses = is_decided.iter().map(restore);
+            call_verdict.statuses = statuses.map(Option::unwrap_or_default).collect();
+        }
         let unmatched = call_verdict.statuses.iter().filter(|one| !one.is_matched);
         let counter = &self.metrics.unmatched_descriptors;
         counter.add(unmatched.count() as u64);
@@ -202,30 +205,28 @@ impl Drop for RateLimitCallCountGuard<'_> {
     }
 }
 
-/// Builds the descriptors to decide, with their positions in the call. A descriptor that cannot be
-/// decided leaves the other ones of the call limited: an error would let Envoy pass all of them.
+/// Builds the descriptors to decide, and returns which ones of the call these are. A descriptor that
+/// cannot be decided leaves the other ones limited: an error would let Envoy pass all of them.
 ///
 /// # Errors
 /// Returns the first error if no descriptor can be decided.
 fn build_descriptors<'a>(
     call: &'a RateLimitRequest,
     entries: &'a [Vec<(&'a str, &'a str)>],
-) -> Result<(Vec<usize>, Vec<Descriptor<'a>>), GrpcError> {
+) -> Result<(Vec<bool>, Vec<Descriptor<'a>>), GrpcError> {
     /// Limits the warning to one per process: each call of a wrong configuration has this error.
     static WARNED_OF_UNDECIDABLE_DESCRIPTORS: std::sync::Once = std::sync::Once::new();
-    let (mut positions, mut descriptors) = (Vec::new(), Vec::new());
+    let (mut is_decided, mut descriptors) = (Vec::new(), Vec::new());
     let mut first_error = None;
-    for (position, (message, entries)) in call.descriptors.iter().zip(entries).enumerate() {
+    for (message, entries) in call.descriptors.iter().zip(entries) {
         let built = if descriptors.len() < MAX_DESCRIPTORS_PER_CALL {
             build_descriptor(call, message, entries)
         } else {
             Err(invalid_argument("the call has more than 64 descriptors"))
         };
+        is_decided.push(built.is_ok());
         match built {
-            Ok(descriptor) => {
-                positions.push(position);
-                descriptors.push(descriptor);
-            }
+            Ok(descriptor) => descriptors.push(descriptor),
             Err(error) => _ = first_error.get_or_insert(error),
         }
     }
@@ -240,23 +241,7 @@ fn build_descriptors<'a>(
         }),
         None => {}
     }
-    Ok((positions, descriptors))
-}
-
-/// Puts the verdicts at the positions of their descriptors. The other descriptors are not limited.
-fn restore_positions<'t>(
-    verdicts: Vec<DescriptorVerdict<'t>>,
-    positions: &[usize],
-    count: usize,
-) -> Vec<DescriptorVerdict<'t>> {
-    if verdicts.len() == count {
-        return verdicts;
-    }
-    let mut verdicts = positions.iter().zip(verdicts).peekable();
-    let mut restore = |position| Some(verdicts.next_if(|(at, _)| **at == position)?.1);
-    (0..count)
-        .map(|position| restore(position).unwrap_or_default())
-        .collect()
+    Ok((is_decided, descriptors))
 }
 
 fn borrow_descriptor_entries(message: &RateLimitDescriptor) -> Vec<(&str, &str)> {
@@ -339,14 +324,8 @@ fn build_descriptor_status(
     code: response::Code,
     now_us: u64,
 ) -> response::DescriptorStatus {
-    let code = code.into();
-    let Some(reported) = &status.tightest_limit else {
-        return response::DescriptorStatus {
-            code,
-            ..Default::default()
-        };
-    };
-    let reset_at_us = rate_limit_headers::reset_at_us(reported, now_us);
+    let reported = status.tightest_limit.as_ref();
+    let reset_at_us = reported.and_then(|limit| rate_limit_headers::reset_at_us(limit, now_us));
     let duration_until = |at_us: u64| {
         let wait_us = at_us.saturating_sub(now_us);
         Duration {
@@ -354,10 +333,11 @@ fn build_descriptor_status(
             nanos: i32::try_from(wait_us % SECOND_US * 1000).unwrap_or_default(),
         }
     };
+    let remaining = reported.map_or(0, |limit| limit.status.remaining);
     response::DescriptorStatus {
-        code,
-        current_limit: Some(build_current_limit(reported)),
-        limit_remaining: u32::try_from(reported.status.remaining).unwrap_or(u32::MAX),
+        code: code.into(),
+        current_limit: reported.map(build_current_limit),
+        limit_remaining: u32::try_from(remaining).unwrap_or(u32::MAX),
         duration_until_reset: reset_at_us.map(duration_until),
     }
 }

@@ -29,7 +29,7 @@ use crate::telemetry::trace::Tracer;
 #[derive(Debug)]
 pub struct ProxyService {
     pub(crate) enforcer: Enforcer,
-    pub(crate) upstream: UpstreamClient,
+    pub(crate) upstream: Rc<UpstreamClient>,
     max_headers: usize,
     max_body_bytes: Option<u64>,
     pub(crate) access_log: AccessLog,
@@ -45,7 +45,7 @@ impl ProxyService {
     /// requests are recorded.
     pub fn new(
         enforcer: Enforcer,
-        upstream: UpstreamClient,
+        upstream: Rc<UpstreamClient>,
         (listen, ext_authz): (&ListenSettings, ExtAuthzSettings),
         log: &LogSettings,
         (metrics, tracer): (Arc<WorkerMetrics>, Option<Tracer>),

@@ -9,6 +9,8 @@ mod http2;
 mod pool;
 pub(crate) mod response_body;
 
+pub use pool::UpstreamClient;
+
 use arc_swap::ArcSwap;
 use http::{HeaderName, HeaderValue, Method, Request, Response, Uri, Version};
 use std::cell::Cell;
@@ -27,9 +29,7 @@ use super::body::request::RequestBody;
 use super::client_counts::{ClientCountGuard, ClientCounts};
 use super::http::upgrade;
 use super::upstream::exchange::{ExchangeFailure, client_error_kind};
-use super::upstream::pool::{
-    ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool,
-};
+use super::upstream::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection};
 use super::upstream::response_body::ResponseBody;
 use super::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::telemetry::LogThrottle;
@@ -44,34 +44,16 @@ const READ_AHEAD_TIME: Duration = Duration::from_secs(1);
 /// Maximum size of a response head. A larger response head is a protocol error.
 const MAX_RESPONSE_HEAD_BYTES: u32 = 256 * 1024;
 
-/// Sends requests to the upstream over one worker's connections. Cheap to clone.
-#[derive(Clone, Debug)]
-pub struct UpstreamClient {
-    pool: Rc<UpstreamPool>,
-}
-
 impl UpstreamClient {
-    /// Creates the upstream client of one worker. Must be called inside the worker's runtime,
-    /// because it spawns the tasks that close idle connections and watch DNS.
-    pub fn new(shared: Arc<UpstreamSharedState>) -> Self {
-        Self {
-            pool: UpstreamPool::new(shared),
-        }
-    }
-
-    pub(crate) fn settings(&self) -> &UpstreamSettings {
-        self.pool.settings()
-    }
-
     /// The upstream's authority, as used in a `Host` header.
     pub(crate) fn authority(&self) -> &HeaderValue {
-        &self.pool.shared.authority
+        &self.shared.authority
     }
 
     /// Logs why a request was not forwarded. Expected errors go to the debug log; upstream and
     /// proxy errors produce a throttled warning.
     pub(crate) fn log_error(&self, error: &UpstreamError) {
-        let throttle = &self.pool.shared.error_log_throttle;
+        let throttle = &self.shared.error_log_throttle;
         let record = || throttle.record_occurrence(std::time::Instant::now());
         match (!error.kind.is_expected()).then(record).flatten() {
             Some(requests) => {
@@ -94,29 +76,11 @@ impl UpstreamClient {
         if limit == 0 {
             return Ok(None);
         }
-        let counted = self.pool.shared.client_tunnels.try_acquire(client, limit);
+        let counted = self.shared.client_tunnels.try_acquire(client, limit);
         counted.map(Some).ok_or_else(|| {
             UpstreamErrorKind::TunnelLimit
                 .with_detail(format!("the client has {limit} tunnels already"))
         })
-    }
-
-    /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
-    ///
-    /// A delayed request counts against `max_requests_waiting` while it waits.
-    ///
-    /// # Errors
-    /// Fails immediately if `max_requests_waiting` requests already wait.
-    pub(crate) async fn delay_request(
-        &self,
-        delay: Duration,
-        since: Instant,
-    ) -> Result<Instant, UpstreamError> {
-        if delay.is_zero() {
-            return Ok(since);
-        }
-        self.pool.delay_until(since + delay).await?;
-        Ok(Instant::now())
     }
 
     /// Sends a request, with retries, and waits for the response head. The returned response
@@ -136,7 +100,7 @@ impl UpstreamClient {
         reason = "an async fn stores and copies its arguments twice"
     )]
     pub fn send(
-        &self,
+        self: &Rc<Self>,
         mut request: Request<RequestBody>,
         is_upgrade: bool,
         client: impl Fn() -> IpAddr,
@@ -148,22 +112,19 @@ impl UpstreamClient {
             *request.version_mut() = Version::HTTP_11;
             let mut budget = RetryBudget::new(self.settings(), &request);
             let upload = Some(request.body());
-            let upload = upload.filter(|body| body.may_be_read_ahead() && self.pool.is_scarce());
-            let taken = upload.is_none().then(|| self.pool.try_take_share(&client));
+            let upload = upload.filter(|body| body.may_be_read_ahead() && self.is_scarce());
+            let taken = upload.is_none().then(|| self.try_take_share(&client));
             let share = match taken.flatten() {
                 Some(share) => share,
                 None => {
-                    let share = Box::pin(self.wait_for_share(client(), upload)).await?;
+                    let share = Box::pin(self.read_ahead_and_wait(client(), upload)).await?;
                     now = Instant::now();
                     share
                 }
             };
-            let (mut connection, mut sent_at) = match self.pool.take_available_connection(now) {
+            let (mut connection, mut sent_at) = match self.take_available_connection(now) {
                 Some(connection) => (connection, now),
-                None => (
-                    self.pool.acquire(&mut budget.connects).await?,
-                    Instant::now(),
-                ),
+                None => (self.acquire(&mut budget.connects).await?, Instant::now()),
             };
             loop {
                 if is_upgrade {
@@ -187,7 +148,9 @@ impl UpstreamClient {
                         retry.inspect(|copy| copy.body.set_replay(false));
                         match response.body_mut() {
                             ResponseBody::Upstream(body) => {
-                                body.attach_share(share);
+                                if let Some(connection) = &mut body.connection {
+                                    connection.share = Some(share);
+                                }
                                 if !poll_fn(|cx| body.poll_first_frame(cx)).await? {
                                     *response.body_mut() = ResponseBody::Empty;
                                 }
@@ -214,7 +177,7 @@ impl UpstreamClient {
     }
 
     /// Reads the start of `upload`, if any, and waits for a share of the connections.
-    async fn wait_for_share(
+    async fn read_ahead_and_wait(
         &self,
         client: IpAddr,
         upload: Option<&RequestBody>,
@@ -224,7 +187,7 @@ impl UpstreamClient {
         {
             return Ok(share);
         }
-        self.pool.wait_for_share(client).await
+        self.wait_for_share(client).await
     }
 
     /// Reads the start of the body. Returns a share if that takes longer than [`READ_AHEAD_TIME`]
@@ -236,7 +199,7 @@ impl UpstreamClient {
         let share = async {
             loop {
                 sleep(READ_AHEAD_TIME).await;
-                if let Some(share) = self.pool.try_take_slow_upload_share() {
+                if let Some(share) = self.try_take_slow_upload_share() {
                     return share;
                 }
             }
@@ -257,7 +220,7 @@ impl UpstreamClient {
     /// # Errors
     /// Returns the failure if the request must not be sent again. Fails if there is no connection.
     async fn prepare_retry(
-        &self,
+        self: &Rc<Self>,
         (failure, error): (ExchangeFailure, UpstreamError),
         copy: Option<RetryRequest>,
         is_reused: bool,
@@ -270,7 +233,7 @@ impl UpstreamClient {
                 let Some(request) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
                     return Err(error);
                 };
-                return Ok((request, self.pool.acquire(&mut budget.connects).await?));
+                return Ok((request, self.acquire(&mut budget.connects).await?));
             }
             (ExchangeFailure::RefusedStream, Some(copy))
                 if budget.may_retry_refused && copy.body.rewind() =>
@@ -297,7 +260,7 @@ impl UpstreamClient {
         };
         // If reconnecting fails, the first connection's error is returned: that connection may have
         // delivered the request.
-        let next = self.pool.acquire_new_or_http2(&mut budget.connects).await;
+        let next = self.acquire_new_or_http2(&mut budget.connects).await;
         Ok((copy.into_request(), next.map_err(|_other| error)?))
     }
 
@@ -308,7 +271,7 @@ impl UpstreamClient {
     /// them (RFC 8441). Over cleartext HTTP/2, a request for any other upgrade is forwarded without
     /// it.
     async fn select_connection_for_upgrade(
-        &self,
+        self: &Rc<Self>,
         connection: Box<UpstreamConnection>,
         request: &Request<RequestBody>,
         retries: &mut u32,
@@ -320,9 +283,9 @@ impl UpstreamClient {
         if is_websocket && slot.connection.supports_extended_connect() {
             return Ok(connection);
         }
-        if self.pool.settings().tls.is_some() {
+        if self.settings().tls.is_some() {
             drop(connection);
-            return self.pool.acquire_http1(retries).await;
+            return self.acquire_http1(retries).await;
         }
         if is_websocket {
             return Err(UpstreamErrorKind::UpgradeUnsupported

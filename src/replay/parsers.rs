@@ -6,14 +6,13 @@
 mod fields;
 mod json;
 mod parsed_request;
-mod template;
 mod text_lines;
 mod timestamps;
 
 pub(super) use parsed_request::{ParsedLine, ParsedRequest, RequestFacts};
 pub(crate) use timestamps::parse_rfc3339;
 
-pub use template::LineTemplate;
+pub use text_lines::LineTemplate;
 
 use http::HeaderName;
 use json::JsonLineParser;
@@ -117,9 +116,9 @@ impl LineParser {
             |template: &LineTemplate| Self::Text(TextLineParser::new(template, required_headers));
         let json = |schema| Self::Json(JsonLineParser::new(schema, required_headers));
         match format {
-            AccessLogFormat::Combined => text(&template::combined()),
-            AccessLogFormat::Envoy => text(&template::envoy()),
-            AccessLogFormat::Alb => text(&template::alb()),
+            AccessLogFormat::Combined => text(&text_lines::combined()),
+            AccessLogFormat::Envoy => text(&text_lines::envoy()),
+            AccessLogFormat::Alb => text(&text_lines::alb()),
             AccessLogFormat::Custom(template) => text(template),
             AccessLogFormat::EnvoyJson => json(&json::ENVOY_SCHEMA),
             AccessLogFormat::TraefikJson => json(&json::TRAEFIK_SCHEMA),

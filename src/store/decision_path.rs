@@ -185,7 +185,7 @@ impl RedisDecisionPath {
             return Ok((decision, DecisionSource::Memory));
         }
         let reserve = |at: Instant| InstanceReservation::decide(memory, own_charges, at.into_std());
-        let hints = &self.redis.router.hints;
+        let hints = &self.redis.worker.hints;
         // Reads of counters, which charge nothing, need the statuses of all.
         let is_read = each_charge(request).all(|charge| charge.cost == 0);
         // A decision about shards does not name the counters that it charged.
@@ -212,8 +212,7 @@ impl RedisDecisionPath {
             (own_decision, reservation) = reserve(Instant::now());
             if !own_decision.admitted {
                 let returns = decided.map(|decision| list_returns(shared_charges, decision));
-                let router = &self.redis.router;
-                router.return_charges(returns.unwrap_or_default());
+                self.redis.return_charges(returns.unwrap_or_default());
                 own_decision.may_have_charged = decided.is_none();
                 return Ok((own.expand(own_decision), DecisionSource::Memory));
             }

@@ -30,8 +30,6 @@ mod inspector;
 mod live_connection;
 mod member_list;
 mod membership;
-mod node;
-mod override_access;
 mod routing;
 mod script_batch;
 mod scripts;
@@ -59,17 +57,20 @@ pub use shared_state::{SharedRedisState, instance_id};
 
 use super::{DecisionFailure, Settlement, SettlementError};
 use crate::limiter::{Decision, PolicyCharges};
+use batcher::DecisionBatcher;
+use connection::{RedisConnectionTarget, RedisNode};
 use connector::AbortOnDropTask;
 use futures_util::future::join_all;
 use live_connection::LiveConnection;
-use node::RedisNode;
-use routing::{ClusterSlotMap, RedisRouter};
+use routing::{AdmissionHints, ClusterSlotMap, run_slot_map_refresh};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
+use watched_value::WatchedValue;
 
 /// How much longer than `connect_timeout` an inspection waits for the end of a connection attempt.
 const ATTEMPT_MARGIN: Duration = Duration::from_millis(200);
@@ -78,7 +79,7 @@ const ATTEMPT_MARGIN: Duration = Duration::from_millis(200);
 #[derive(Clone, Debug)]
 pub struct RedisStore {
     shared: Arc<SharedRedisState>,
-    pub(super) router: Arc<RedisRouter>,
+    pub(super) worker: Arc<WorkerState>,
     /// The task that refreshes the slot map of a cluster.
     _refresh_task: Option<Arc<AbortOnDropTask>>,
     /// The number of the worker in its process, from 0.
@@ -86,6 +87,23 @@ pub struct RedisStore {
     /// The tasks that maintain the membership and poll the server info, in the worker that runs
     /// them for the process.
     membership_tasks: Option<Arc<[AbortOnDropTask; 2]>>,
+}
+
+/// What all clones of a worker's handle use.
+#[derive(Debug)]
+pub(super) struct WorkerState {
+    /// The connections to all masters, by slot.
+    slot_map: WatchedValue<Arc<ClusterSlotMap>>,
+    /// Sends the decisions of a single server. A cluster decides each request by calls of its own,
+    /// because the keys of a call must be in one slot.
+    batcher: Option<Arc<DecisionBatcher>>,
+    /// Requests a refresh of the slot map after a call contradicted it.
+    refresh_requested: Notify,
+    pub(super) hints: AdmissionHints,
+    /// Tasks of split decisions that may still return reservations.
+    split_task_count: AtomicUsize,
+    /// Notified when the last of these tasks ends.
+    split_tasks_ended: Notify,
 }
 
 impl Deref for RedisStore {
@@ -97,34 +115,51 @@ impl Deref for RedisStore {
 }
 
 impl RedisStore {
-    /// Starts connecting, and stays connected until the last clone is dropped. Call it on the
-    /// worker's runtime.
+    /// Starts connecting to all masters, and stays connected until the last clone is dropped. Call
+    /// it on the worker's runtime.
     pub fn start(shared: &Arc<SharedRedisState>) -> Self {
-        let (router, refresh_task) = RedisRouter::start(Arc::clone(shared));
-        Self {
+        let is_cluster = shared.is_cluster();
+        // The slots of a cluster are not known yet.
+        let (mut slot_map, mut batcher) = (ClusterSlotMap::new(Vec::new(), Vec::new()), None);
+        if !is_cluster {
+            let target = RedisConnectionTarget::from_settings(&shared.settings);
+            let node = Arc::new(RedisNode::start(shared, target, Instant::now()));
+            batcher = Some(DecisionBatcher::new(Arc::clone(shared), Arc::clone(&node)));
+            slot_map = ClusterSlotMap::from_single_node(node);
+        }
+        let mut store = Self {
             shared: Arc::clone(shared),
-            router,
-            _refresh_task: refresh_task.map(Arc::new),
+            worker: Arc::new(WorkerState {
+                slot_map: WatchedValue::new(Arc::new(slot_map)),
+                batcher: batcher.map(Arc::new),
+                refresh_requested: Notify::new(),
+                hints: AdmissionHints::default(),
+                split_task_count: AtomicUsize::new(0),
+                split_tasks_ended: Notify::new(),
+            }),
+            _refresh_task: None,
             worker_number: shared.worker_count.fetch_add(1, Ordering::Relaxed),
             membership_tasks: None,
+        };
+        if is_cluster {
+            let task = tokio::spawn(run_slot_map_refresh(store.clone()));
+            store._refresh_task = Some(Arc::new(AbortOnDropTask(task)));
         }
+        store
     }
 
     /// Registers the process with the instances that share its limits, until
     /// [`RedisStore::leave_membership`]. Only the first worker of the process does this.
     #[must_use]
-    pub fn join_membership(self) -> Self {
-        let membership_tasks = (self.worker_number == 0).then(|| {
+    pub fn join_membership(mut self) -> Self {
+        if self.worker_number == 0 {
             let tasks = [
                 tokio::spawn(membership::run_membership(self.clone())),
                 tokio::spawn(server_info::run_server_info_poller(self.clone())),
             ];
-            Arc::new(tasks.map(AbortOnDropTask))
-        });
-        Self {
-            membership_tasks,
-            ..self
+            self.membership_tasks = Some(Arc::new(tasks.map(AbortOnDropTask)));
         }
+        self
     }
 
     /// Writes back usage and removes the process from the instance count, if this handle maintains
@@ -152,7 +187,7 @@ impl RedisStore {
     /// Whether a request with this charge would be sent to the server that holds the counter; for a
     /// sharded key, to all servers.
     pub fn is_reachable_for(&self, policy: &PolicyCharges<'_>) -> bool {
-        let map = self.router.slot_map.get();
+        let map = self.worker.slot_map.get();
         let hash_slot = self.hash_slot_for_key(&policy.key);
         !self.is_breaker_open()
             && match policy.shard_count {
@@ -167,7 +202,7 @@ impl RedisStore {
     /// of the `silent` nodes.
     fn unreachable_partitions(&self, silent: &[Arc<RedisNode>]) -> Vec<u16> {
         let is_open = self.is_breaker_open();
-        self.router.slot_map.get().hash_slots_not_served_by(|node| {
+        self.worker.slot_map.get().hash_slots_not_served_by(|node| {
             let is_silent = silent.iter().any(|silent| Arc::ptr_eq(silent, node));
             !is_open && !is_silent && node.is_available()
         })
@@ -176,10 +211,10 @@ impl RedisStore {
     /// The masters that are connected but don't answer a PING. Without this check, only calls to a
     /// hung server detect that it hangs, and it would run each of them later.
     async fn find_silent_nodes(&self) -> Vec<Arc<RedisNode>> {
-        let map = self.router.slot_map.get();
+        let map = self.worker.slot_map.get();
         let (ping, call_timeout) = (redis::cmd("PING"), self.settings.connect_timeout);
         let check = async |node: &Arc<RedisNode>| {
-            let live = node.connection.live().ok()?;
+            let live = node.live().ok()?;
             let elapsed = timeout(call_timeout, live.run_command(&ping)).await.err()?;
             let kind = RedisErrorKind::from(elapsed);
             self.breaker.count_failure(kind);
@@ -192,9 +227,9 @@ impl RedisStore {
 
     /// The connections to all masters, or why one is missing.
     fn master_connections(&self) -> Vec<Result<Arc<LiveConnection>, RedisErrorKind>> {
-        let map = self.router.slot_map.get();
+        let map = self.worker.slot_map.get();
         let nodes = map.nodes.iter();
-        nodes.map(|node| node.connection.live()).collect()
+        nodes.map(|node| node.live()).collect()
     }
 
     /// The partition that holds the sets of the membership.
@@ -208,7 +243,7 @@ impl RedisStore {
     pub async fn wait_until_ready(&self) {
         let ready = async {
             for node in &self.wait_for_slot_map().await.nodes {
-                node.connection.wait_until_ready().await;
+                node.wait_until_ready().await;
             }
         };
         drop(timeout(self.settings.connect_timeout, ready).await);
@@ -223,7 +258,7 @@ impl RedisStore {
         let all_attempts = async {
             let map = self.wait_for_slot_map().await;
             let attempts = map.nodes.iter();
-            let attempts = attempts.map(|node| node.connection.wait_for_first_attempt());
+            let attempts = attempts.map(|node| node.wait_for_first_attempt());
             join_all(attempts).await.into_iter().collect()
         };
         let max_wait = self.settings.connect_timeout + ATTEMPT_MARGIN;
@@ -232,7 +267,7 @@ impl RedisStore {
     }
 
     async fn wait_for_slot_map(&self) -> Arc<ClusterSlotMap> {
-        let slot_map = &self.router.slot_map;
+        let slot_map = &self.worker.slot_map;
         slot_map.wait_for(|map| !map.nodes.is_empty()).await
     }
 
@@ -252,7 +287,13 @@ impl RedisStore {
             return Err(self.unavailable_error("breaker_open").into());
         }
         // Boxed, because every request's future would include its size otherwise.
-        Box::pin(self.router.decide(request, deadline)).await
+        if self.is_cluster() && request.iter().any(|policy| policy.shard_count > 1) {
+            Box::pin(self.decide_across_shards(request, deadline)).await
+        } else {
+            Box::pin(self.decide_by_hash_slot(request, deadline))
+                .await
+                .0
+        }
     }
 
     /// Settles charges, in calls that each take Redis no longer than a decision does and have
@@ -270,7 +311,7 @@ impl RedisStore {
                 unconfirmed: settlements.to_vec(),
             });
         }
-        let failures = self.router.apply_settlements(settlements).await;
+        let failures = self.send_settlements(settlements).await;
         failures.last().map_or(Ok(()), |(_, failure)| {
             Err(SettlementError {
                 cause: self.unavailable_error(failure.into_str()),

@@ -4,7 +4,7 @@
 //! the socket directly, after hyper's earlier output and before the final response
 //! ([`ConnectionOutput`](crate::proxy::client_connection::connection_output::ConnectionOutput)).
 
-use http::{HeaderMap, Request, Response, StatusCode, Version, response};
+use http::{HeaderMap, Request, StatusCode, Version};
 use parking_lot::Mutex;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -65,11 +65,9 @@ impl InformationalForwarder {
         if is_hop_by_hop || !status.is_informational() || self.remaining_responses == 0 {
             return;
         }
-        let (mut head, ()) = Response::new(()).into_parts();
-        (head.status, head.version) = (status, version);
-        head.headers = fields.clone();
-        headers::rewrite_informational_headers(&mut head);
-        let text = encode_head(&head);
+        let mut fields = fields.clone();
+        headers::rewrite_informational_headers(&mut fields, version);
+        let text = encode_head(status, &fields);
         let Some(remaining) = self.remaining_bytes.checked_sub(text.len()) else {
             return;
         };
@@ -80,13 +78,13 @@ impl InformationalForwarder {
 }
 
 /// Encodes a response head as HTTP/1.1.
-fn encode_head(head: &response::Parts) -> Vec<u8> {
+fn encode_head(status: StatusCode, fields: &HeaderMap) -> Vec<u8> {
     let mut text = Vec::with_capacity(256);
-    let reason = head.status.canonical_reason().unwrap_or_default();
-    for part in ["HTTP/1.1 ", head.status.as_str(), " ", reason, "\r\n"] {
+    let reason = status.canonical_reason().unwrap_or_default();
+    for part in ["HTTP/1.1 ", status.as_str(), " ", reason, "\r\n"] {
         text.extend_from_slice(part.as_bytes());
     }
-    for (name, value) in &head.headers {
+    for (name, value) in fields {
         for part in [name.as_str().as_bytes(), b": ", value.as_bytes(), b"\r\n"] {
             text.extend_from_slice(part);
         }

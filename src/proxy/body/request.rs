@@ -209,6 +209,37 @@ impl RequestBody {
         let body = self.0.as_ref();
         body.is_none_or(|body| body.borrow_mut().rewind())
     }
+
+    /// Whether the start of the body may be read before the request takes a connection. For a call
+    /// with messages it may not: the server may have to answer first.
+    pub(crate) fn may_be_read_ahead(&self) -> bool {
+        let body = self.0.as_ref();
+        body.is_some_and(|body| !body.borrow().is_message_stream)
+    }
+
+    /// Reads the start of the body, at most about [`MAX_READ_AHEAD_BYTES`], and keeps it for the
+    /// upstream. If the future is dropped, what was read is kept too.
+    ///
+    /// # Errors
+    /// Fails if the client does not send it.
+    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
+        let Some(body) = &self.0 else { return Ok(()) };
+        poll_fn(|cx| {
+            let mut body = body.borrow_mut();
+            while body.received < MAX_READ_AHEAD_BYTES
+                && let Some(frame) = ready!(body.poll_client(cx))
+            {
+                let frame = frame?;
+                // Counts as unread until the upstream takes it.
+                let bytes = unread_bytes(&frame);
+                body.active.monitor().memory.add_unread_frames(0, bytes);
+                body.read_ahead_bytes += bytes;
+                body.replay_buffer.append_frame(&frame);
+            }
+            Poll::Ready(Ok(()))
+        })
+        .await
+    }
 }
 
 impl RequestBodyProgress {
@@ -386,6 +417,23 @@ impl RequestBodyStream {
     fn record_failure(&self, kind: UpstreamErrorKind) {
         self.progress.state.set(RequestBodyState::Failed(kind));
     }
+
+    /// Records that the rest of the body is not wanted.
+    fn record_drop(&self) {
+        self.mark_rest_unread();
+        self.active.monitor().exchange.awaits_body.set(false);
+        if let RequestBodyState::AwaitingClient | RequestBodyState::Transferring =
+            self.progress.state.get()
+        {
+            self.progress.state.set(RequestBodyState::Finished);
+        }
+    }
+
+    /// Counts the bytes that were read ahead as read.
+    pub(crate) fn release_read_ahead_bytes(&mut self) {
+        let bytes = std::mem::take(&mut self.read_ahead_bytes);
+        self.active.monitor().memory.remove_unread_bytes(bytes);
+    }
 }
 
 impl Drop for RequestBody {
@@ -408,18 +456,6 @@ impl Drop for RequestBodyStream {
         self.release_read_ahead_bytes();
         if self.multiplexed {
             self.active.monitor().memory.end_http2_body();
-        }
-    }
-}
-impl RequestBodyStream {
-    /// Records that the rest of the body is not wanted.
-    fn record_drop(&self) {
-        self.mark_rest_unread();
-        self.active.monitor().exchange.awaits_body.set(false);
-        if let RequestBodyState::AwaitingClient | RequestBodyState::Transferring =
-            self.progress.state.get()
-        {
-            self.progress.state.set(RequestBodyState::Finished);
         }
     }
 }
@@ -454,47 +490,6 @@ impl Body for RequestBody {
 /// Start of a body that is read before the request takes a connection that others may need. A
 /// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
 const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
-
-impl RequestBody {
-    /// Whether the start of the body may be read before the request takes a connection. For a call
-    /// with messages it may not: the server may have to answer first.
-    pub(crate) fn may_be_read_ahead(&self) -> bool {
-        let body = self.0.as_ref();
-        body.is_some_and(|body| !body.borrow().is_message_stream)
-    }
-
-    /// Reads the start of the body, at most about [`MAX_READ_AHEAD_BYTES`], and keeps it for the
-    /// upstream. If the future is dropped, what was read is kept too.
-    ///
-    /// # Errors
-    /// Fails if the client does not send it.
-    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
-        let Some(body) = &self.0 else { return Ok(()) };
-        poll_fn(|cx| {
-            let mut body = body.borrow_mut();
-            while body.received < MAX_READ_AHEAD_BYTES
-                && let Some(frame) = ready!(body.poll_client(cx))
-            {
-                let frame = frame?;
-                // Counts as unread until the upstream takes it.
-                let bytes = unread_bytes(&frame);
-                body.active.monitor().memory.add_unread_frames(0, bytes);
-                body.read_ahead_bytes += bytes;
-                body.replay_buffer.append_frame(&frame);
-            }
-            Poll::Ready(Ok(()))
-        })
-        .await
-    }
-}
-
-impl RequestBodyStream {
-    /// Counts the bytes that were read ahead as read.
-    pub(crate) fn release_read_ahead_bytes(&mut self) {
-        let bytes = std::mem::take(&mut self.read_ahead_bytes);
-        self.active.monitor().memory.remove_unread_bytes(bytes);
-    }
-}
 
 /// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
 pub(crate) fn is_message_stream(headers: &HeaderMap) -> bool {

@@ -13,7 +13,7 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep_until};
 
 use crate::enforcer::{
-    DecisionSource, LimitReport, RequestDecision, RequestOutcome, UnenforcedRejections, Verdict,
+    DecisionSource, LimitRejection, LimitReport, RequestDecision, RequestOutcome, Verdict,
 };
 use crate::limiter::{Key, OverrideInEffect};
 use crate::policy::PolicyMode;
@@ -118,7 +118,7 @@ async fn write_summaries_from(first: Instant) {
 
 /// Fields of one access-log line; all are known once the response head is.
 #[derive(Debug)]
-pub(crate) struct AccessLogEntry<'a> {
+pub(crate) struct AccessLogEntry<'a, 't> {
     /// Request method. Like `host` and `path`, empty if the request head could not be parsed; `RLS`
     /// for a rate-limit call.
     pub(crate) method: &'a str,
@@ -129,25 +129,14 @@ pub(crate) struct AccessLogEntry<'a> {
     pub(crate) status: StatusCode,
     /// Time from the request's arrival to the response head.
     pub(crate) time_to_head: Duration,
-    /// One of `allowed`, `rejected`, `blocked`, `denied`, `degraded`, `malformed`.
-    pub(crate) decision: &'static str,
-    /// The policy that rejected the request, if any.
-    pub(crate) policy: Option<&'a str>,
-    pub(crate) unenforced_rejections: Option<&'a UnenforcedRejections<'a>>,
-    /// The wait after which a rejected request would be admitted, if it is known.
-    pub(crate) retry_after_us: Option<u64>,
-    /// The key that was rejected, if it has several values.
-    pub(crate) key: Option<&'a Key>,
-    /// The evaluated limits; the line reports the one with the least remaining.
-    pub(crate) limits: &'a [LimitReport<'a>],
-    /// Source of the decision, such as Redis or a lease.
-    pub(crate) source: Option<DecisionSource>,
+    /// `None` if the request was malformed.
+    pub(crate) verdict: Option<&'a Verdict<'t>>,
     /// Time from the request's arrival to the decision.
     pub(crate) time_to_decision: Option<Duration>,
     pub(crate) trace_id: Option<TraceId>,
 }
 
-impl<'a> AccessLogEntry<'a> {
+impl<'a, 't> AccessLogEntry<'a, 't> {
     /// Creates an entry for a request that could not be parsed: all other fields are empty.
     pub(crate) fn for_unreadable_request(client_ip: IpAddr, status: StatusCode) -> Self {
         Self {
@@ -157,13 +146,7 @@ impl<'a> AccessLogEntry<'a> {
             client_ip,
             status,
             time_to_head: Duration::ZERO,
-            decision: RequestDecision::Malformed.into_str(),
-            policy: None,
-            unenforced_rejections: None,
-            retry_after_us: None,
-            key: None,
-            limits: &[],
-            source: None,
+            verdict: None,
             time_to_decision: None,
             trace_id: None,
         }
@@ -171,28 +154,31 @@ impl<'a> AccessLogEntry<'a> {
 
     /// Entry of a request that arrived at `arrived_at`. The caller adds what the client sent.
     pub(crate) fn for_verdict(
-        verdict: &'a Verdict<'_>,
+        verdict: &'a Verdict<'t>,
         client_ip: IpAddr,
         status: StatusCode,
         arrived_at: Instant,
     ) -> Self {
-        let (policy, key) = match &verdict.outcome {
-            RequestOutcome::Forward => (None, None),
-            RequestOutcome::Limited(limited) => (Some(limited.policy), limited.key.as_deref()),
-            RequestOutcome::Denied { policy, .. }
-            | RequestOutcome::InvalidKey { policy, .. }
-            | RequestOutcome::Unavailable { policy, .. } => (Some(*policy), None),
-        };
         Self {
-            decision: classify_verdict(verdict).into_str(),
-            policy,
-            unenforced_rejections: Some(&verdict.unenforced_rejections),
-            retry_after_us: verdict.outcome.retry_after_us(),
-            key,
-            limits: &verdict.limits,
-            source: verdict.source,
+            verdict: Some(verdict),
             time_to_decision: verdict.decided_at.map(|at| at - arrived_at),
             ..Self::for_unreadable_request(client_ip, status)
+        }
+    }
+
+    pub(crate) fn decision(&self) -> RequestDecision {
+        self.verdict
+            .map_or(RequestDecision::Malformed, classify_verdict)
+    }
+
+    /// The policy that rejected the request, if any.
+    pub(crate) fn policy(&self) -> Option<&'a str> {
+        match &self.verdict?.outcome {
+            RequestOutcome::Forward => None,
+            RequestOutcome::Limited(LimitRejection { policy, .. })
+            | RequestOutcome::Denied { policy, .. }
+            | RequestOutcome::InvalidKey { policy, .. }
+            | RequestOutcome::Unavailable { policy, .. } => Some(policy),
         }
     }
 }
@@ -219,15 +205,16 @@ impl AccessLog {
         }
     }
 
-    pub(crate) fn write(&self, entry: &AccessLogEntry<'_>) {
+    pub(crate) fn write(&self, entry: &AccessLogEntry<'_, '_>) {
         // Tests for a rejecting policy, not for the decision: otherwise each request forwarded as
         // `degraded` during an outage would write a line.
-        let is_rejected = entry.policy.is_some() || entry.decision == "malformed";
+        let (policy, decision) = (entry.policy(), entry.decision());
+        let is_rejected = policy.is_some() || decision == RequestDecision::Malformed;
+        let unenforced = entry.verdict.map(|verdict| &verdict.unenforced_rejections);
         let unenforced_in = |mode| {
-            let all = entry.unenforced_rejections.into_iter();
+            let all = unenforced.into_iter();
             all.flat_map(move |all| all.names_in_mode(mode))
         };
-        let unenforced = entry.unenforced_rejections;
         let has_unenforced = unenforced.is_some_and(|all| !all.is_empty());
         if !self.filter_allows_request(is_rejected || has_unenforced)
             || (self.0.access_sample < 1.0 && fastrand::f64() >= self.0.access_sample)
@@ -237,13 +224,23 @@ impl AccessLog {
         if self.0.access == AccessLogFilter::Rejected {
             let mut unenforced =
                 unenforced_in(PolicyMode::Mark).chain(unenforced_in(PolicyMode::Shadow));
-            let policy = entry.policy.or_else(|| unenforced.next());
+            let policy = policy.or_else(|| unenforced.next());
             let policy = policy.unwrap_or_default();
             if !Self::take_rejection_line(policy) {
                 return;
             }
         }
-        let tightest = LimitReport::find_tightest_limit(entry.limits);
+        let outcome = entry.verdict.map(|verdict| &verdict.outcome);
+        // The key that was rejected, if it has several values.
+        let key = match outcome {
+            Some(RequestOutcome::Limited(limited)) => limited.key.as_deref(),
+            _ => None,
+        };
+        let tightest = entry
+            .verdict
+            .and_then(|verdict| LimitReport::find_tightest_limit(&verdict.limits));
+        let source = entry.verdict.and_then(|verdict| verdict.source.as_ref());
+        let retry_after_us = outcome.and_then(RequestOutcome::retry_after_us);
         let in_effect = tightest.and_then(|limit| limit.status.in_effect);
         let [by_override, stated] = in_effect.map_or([None, None], format_amounts_in_effect);
         tracing::info!(
@@ -253,18 +250,18 @@ impl AccessLog {
             path = &*shorten_client_text(entry.path),
             client_ip = %entry.client_ip,
             status = entry.status.as_u16(),
-            decision = entry.decision,
-            policy = entry.policy,
+            decision = decision.into_str(),
+            policy,
             shadow_rejected = join_policy_names(unenforced_in(PolicyMode::Shadow)),
             marked = join_policy_names(unenforced_in(PolicyMode::Mark)),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
-            key_parts = entry.key.map(format_value_ids),
+            key_parts = key.map(format_value_ids),
             "override" = by_override,
             stated,
             remaining = tightest.map(|limit| limit.status.remaining),
-            retry_after_ms = entry.retry_after_us.map(|wait_us| wait_us.div_ceil(1000)),
-            source = entry.source.as_ref().map(DecisionSource::into_str),
+            retry_after_ms = retry_after_us.map(|wait_us| wait_us.div_ceil(1000)),
+            source = source.map(DecisionSource::into_str),
             trace_id = entry.trace_id.map(|trace| trace.to_string()),
             decision_ms = entry.time_to_decision.map(to_millis),
             head_ms = to_millis(entry.time_to_head),

@@ -4,6 +4,9 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, header};
 use smallvec::SmallVec;
 
+pub(super) static CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
+pub(super) static CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
+
 /// Memory of a field line in a header map: an entry, without name and value.
 const FIELD_LINE_BYTES: usize = 104;
 
@@ -141,4 +144,9 @@ pub(crate) fn is_framing(name: &HeaderName) -> bool {
 pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
     let is_rebuilt = matches!(*name, header::CONNECTION | header::TE | header::UPGRADE);
     *name == header::EXPECT || (is_hop_by_hop(name) && !is_rebuilt)
+}
+
+/// Whether a field states a client certificate, so that the upstream may trust it.
+pub fn is_client_cert_field(name: &HeaderName) -> bool {
+    *name == CLIENT_CERT || *name == CLIENT_CERT_CHAIN
 }

@@ -11,7 +11,9 @@ use smallvec::SmallVec;
 use std::net::IpAddr;
 use tokio_rustls::rustls::pki_types::CertificateDer;
 
-use super::header_lines::{append_to_list_header, join_cookie_lines, remove_headers};
+use super::header_lines::{
+    CLIENT_CERT, CLIENT_CERT_CHAIN, append_to_list_header, join_cookie_lines, remove_headers,
+};
 use super::request_validation::RequestTarget;
 use super::upgrade::RequestedProtocolSwitch;
 use super::{header_lines, upgrade};
@@ -109,8 +111,7 @@ pub(crate) fn rewrite_request_headers(
     } else {
         PROTO_HTTP
     };
-    append_x_forwarded_for(headers, hop);
-    append_forwarded_element(headers, target, hop, proto);
+    append_forwarded(headers, target, hop, proto);
     headers.entry(&X_FORWARDED_PROTO).or_insert(proto_value);
     if let Some(authority) = &target.authority {
         let host = headers.entry(&X_FORWARDED_HOST);
@@ -204,7 +205,7 @@ pub(crate) fn rewrite_response_head(
         headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
     }
     if parts.status == StatusCode::SWITCHING_PROTOCOLS
-        && let Some(RequestedProtocolSwitch::Http2WebSocket(_)) = upgrade_request
+        && upgrade_request.is_some_and(|requested| requested.is_extended_connect)
     {
         headers.remove(header::SEC_WEBSOCKET_ACCEPT);
         parts.status = StatusCode::OK;
@@ -218,8 +219,8 @@ pub(crate) fn rewrite_response_head(
 }
 
 /// Rewrites an informational (1xx) response for the client: removes hop-by-hop and framing headers.
-pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
-    let headers = &mut parts.headers;
+/// `version` is the HTTP version of the response.
+pub(crate) fn rewrite_informational_headers(headers: &mut HeaderMap, version: Version) {
     let connection_options = headers.get_all(header::CONNECTION).iter();
     let connection_options: SmallVec<[HeaderName; 4]> = connection_options
         .flat_map(header_lines::headers_named_in_connection)
@@ -229,7 +230,7 @@ pub(crate) fn rewrite_informational_headers(parts: &mut response::Parts) {
             || header_lines::is_hop_by_hop(name)
             || header_lines::is_framing(name)
     });
-    append_to_list_header(headers, &header::VIA, via_value(parts.version));
+    append_to_list_header(headers, &header::VIA, via_value(version));
 }
 
 /// Checks that a response switches protocols only if the request asked for a switch, and to
@@ -246,18 +247,16 @@ fn check_protocol_switch(
         None if is_switch => Err(ResponseValidationError::UnrequestedSwitch),
         // Requires a valid `Sec-WebSocket-Accept`: an upstream that does not support WebSocket
         // could copy `Upgrade` into a 101 response and continue with HTTP.
-        Some(RequestedProtocolSwitch::Http1Upgrade { websocket_key })
+        Some(requested)
             if is_switch
-                && upgrade::upgrade_names_websocket(&parts.headers)
-                && !websocket_key.as_ref().is_some_and(is_proven) =>
+                && (requested.is_extended_connect
+                    || upgrade::upgrade_names_websocket(&parts.headers))
+                && !requested.websocket_key.as_ref().is_some_and(is_proven) =>
         {
             Err(ResponseValidationError::InvalidWebSocketAccept)
         }
-        Some(RequestedProtocolSwitch::Http2WebSocket(key)) if is_switch && !is_proven(key) => {
-            Err(ResponseValidationError::InvalidWebSocketAccept)
-        }
         // Rejects a 2xx status: the client, which sent CONNECT, would take the tunnel for open.
-        Some(RequestedProtocolSwitch::Http2WebSocket(_)) if parts.status.is_success() => {
+        Some(requested) if requested.is_extended_connect && parts.status.is_success() => {
             Err(ResponseValidationError::WebSocketNotOpened)
         }
         _ => Ok(()),
@@ -316,24 +315,25 @@ fn remove_or_overwrite_untrusted_headers(headers: &mut HeaderMap, hop: &Forwardi
     }
 }
 
-fn append_x_forwarded_for(headers: &mut HeaderMap, hop: &ForwardingContext<'_>) {
-    // If the trusted peer sent the client's address only in another header, the address is added to
-    // `X-Forwarded-For`, which upstreams may read.
-    if let Some(client) = client_behind_trusted_peer(hop)
-        && !headers.contains_key(&X_FORWARDED_FOR)
-    {
-        headers.insert(&X_FORWARDED_FOR, format_ip_header_value(client));
-    }
-    append_to_list_header(headers, &X_FORWARDED_FOR, hop.peer.header_value.clone());
-}
-
-fn append_forwarded_element(
+/// Appends the peer to `X-Forwarded-For` and `Forwarded`.
+fn append_forwarded(
     headers: &mut HeaderMap,
     target: &RequestTarget,
     hop: &ForwardingContext<'_>,
     proto: &str,
 ) {
-    let client = client_behind_trusted_peer(hop)
+    // The client's address if a trusted peer forwarded the request for another address.
+    let client = Some(hop.client.ip.to_canonical())
+        .filter(|client| hop.client.is_peer_trusted && *client != hop.peer.ip);
+    // If the trusted peer sent the client's address only in another header, the address is added to
+    // `X-Forwarded-For`, which upstreams may read.
+    if let Some(client) = client
+        && !headers.contains_key(&X_FORWARDED_FOR)
+    {
+        headers.insert(&X_FORWARDED_FOR, format_ip_header_value(client));
+    }
+    append_to_list_header(headers, &X_FORWARDED_FOR, hop.peer.header_value.clone());
+    let client = client
         .filter(|_| !headers.contains_key(header::FORWARDED))
         .map(format_forwarded_for_parameter);
     let (client, comma) = client.as_deref().map_or(("", ""), |client| (client, ", "));
@@ -358,12 +358,6 @@ fn append_forwarded_element(
     let element = HeaderValue::from_maybe_shared(Bytes::from(element));
     let element = element.expect("the element is visible ASCII only");
     append_to_list_header(headers, &header::FORWARDED, element);
-}
-
-/// Returns the client's address if a trusted peer forwarded the request for another address.
-fn client_behind_trusted_peer(hop: &ForwardingContext<'_>) -> Option<IpAddr> {
-    let client = hop.client.ip.to_canonical();
-    (hop.client.is_peer_trusted && client != hop.peer.ip).then_some(client)
 }
 
 fn format_ip_header_value(ip: IpAddr) -> HeaderValue {
@@ -425,9 +419,6 @@ fn collapse_content_length(
     Ok(())
 }
 
-static CLIENT_CERT: HeaderName = HeaderName::from_static("client-cert");
-static CLIENT_CERT_CHAIN: HeaderName = HeaderName::from_static("client-cert-chain");
-
 /// Largest `Client-Cert-Chain`, in bytes of certificates. The client chooses the chain, and each of
 /// its requests repeats it. Three certificates with RSA keys of 4096 bits have 6 KiB.
 const MAX_CHAIN_BYTES: usize = 16 * 1024;
@@ -457,11 +448,6 @@ impl ClientCertFields {
                 .flatten(),
         })
     }
-}
-
-/// Whether a field states a client certificate, so that the upstream may trust it.
-pub fn is_client_cert_field(name: &HeaderName) -> bool {
-    *name == CLIENT_CERT || *name == CLIENT_CERT_CHAIN
 }
 
 /// Removes the client's own fields. They stay only if `client.trusted_headers` names them and a

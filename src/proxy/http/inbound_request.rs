@@ -3,7 +3,8 @@
 use http::{HeaderName, Uri, request};
 use std::net::IpAddr;
 
-use super::headers::{is_client_cert_field, remove_untrusted_client_cert};
+use super::header_lines::is_client_cert_field;
+use super::headers::remove_untrusted_client_cert;
 use super::request_validation::{self, RequestTarget, RequestValidationError};
 use crate::clock;
 use crate::policy::client::ClientAddress;

@@ -9,6 +9,7 @@ mod reply_style;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use problem_reply::{GRPC_STATUS, build_grpc_error};
 pub(crate) use reply_style::ReplyStyle;
 
 use bytes::Bytes;
@@ -38,23 +39,23 @@ pub(crate) fn build_verdict_reply(
     header_settings: RateLimitHeaderSettings,
     style: ReplyStyle<'_>,
 ) -> Option<Response<Bytes>> {
-    let mut response = match &verdict.outcome {
+    let problem = match &verdict.outcome {
         RequestOutcome::Forward => return None,
-        RequestOutcome::Limited(limited) => build_limit_rejection(limited, style),
+        RequestOutcome::Limited(limited) => describe_limit_rejection(limited),
         RequestOutcome::Denied {
             policy,
             is_reported,
             custom_response,
-        } => {
-            let mut problem = new_policy_problem(
+        } => ProblemReply {
+            error: "http_request_denied",
+            grpc_status: GRPC_PERMISSION_DENIED,
+            custom_response: *custom_response,
+            ..new_policy_problem(
                 StatusCode::FORBIDDEN,
                 (policy, *is_reported),
                 "denies this request.",
-            );
-            problem.error = "http_request_denied";
-            problem.grpc_status = GRPC_PERMISSION_DENIED;
-            problem.build_custom_or_standard(*custom_response, style)
-        }
+            )
+        },
         RequestOutcome::InvalidKey {
             policy,
             is_reported,
@@ -62,25 +63,23 @@ pub(crate) fn build_verdict_reply(
         } => {
             let what = format!("cannot determine the quota of this request: {error}.");
             new_policy_problem(StatusCode::BAD_REQUEST, (policy, *is_reported), &what)
-                .build_standard(style)
         }
         RequestOutcome::Unavailable {
             policy,
             is_reported,
             retry_after_us,
-        } => {
-            let what = "cannot be evaluated at the moment.";
-            let mut problem = new_policy_problem(
+        } => ProblemReply {
+            error: "proxy_internal_error",
+            type_uri: REDUCED_CAPACITY_TYPE,
+            retry: Some(RetryHint::After(*retry_after_us)),
+            ..new_policy_problem(
                 StatusCode::SERVICE_UNAVAILABLE,
                 (policy, *is_reported),
-                what,
-            );
-            problem.error = "proxy_internal_error";
-            problem.type_uri = REDUCED_CAPACITY_TYPE;
-            problem.retry = Some(RetryHint::After(*retry_after_us));
-            problem.build_standard(style)
-        }
+                "cannot be evaluated at the moment.",
+            )
+        },
     };
+    let mut response = problem.build(style);
     rate_limit_headers::write_headers(verdict, header_settings, response.headers_mut());
     Some(response)
 }
@@ -107,7 +106,7 @@ fn describe_policy(policy: &str, is_reported: bool) -> Cow<'static, str> {
     }
 }
 
-fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) -> Response<Bytes> {
+fn describe_limit_rejection<'v>(limited: &'v LimitRejection<'_>) -> ProblemReply<'v> {
     let reported_name = limited.is_reported.then_some(limited.policy);
     let policy = || describe_policy(limited.policy, limited.is_reported);
     let detail = match (limited.reason, limited.retry, limited.retry.retry_after_s()) {
@@ -149,9 +148,9 @@ fn build_limit_rejection(limited: &LimitRejection<'_>, style: ReplyStyle<'_>) ->
         policy: reported_name,
         violated_limits: &limited.violated_limits,
         retry: Some(limited.retry),
+        custom_response: limited.custom_response,
         ..ProblemReply::new(StatusCode::TOO_MANY_REQUESTS, "http_request_error", detail)
     }
-    .build_custom_or_standard(limited.custom_response, style)
 }
 
 /// Builds the reply to a request that failed validation. An HTTP/1 connection closes after the
@@ -166,8 +165,7 @@ pub(crate) fn build_invalid_request_reply(
     };
     let status = validation_error.map_or(StatusCode::BAD_REQUEST, RequestValidationError::status);
     let detail = to_sentence(&error.to_string());
-    let mut response =
-        ProblemReply::new(status, "http_request_error", detail).build_standard(style);
+    let mut response = ProblemReply::new(status, "http_request_error", detail).build(style);
     // A head with too many lines was read to its end.
     if validation_error != Some(RequestValidationError::TooManyHeaders) {
         set_connection_close(&mut response, style);
@@ -191,7 +189,7 @@ pub(crate) fn build_proxy_error_reply(
         problem.type_uri = REDUCED_CAPACITY_TYPE;
         problem.retry = Some(RetryHint::After(1_000_000));
     }
-    let mut response = problem.build_standard(style);
+    let mut response = problem.build(style);
     if kind.is_caused_by_client() {
         // The connection must close: the unread rest of the body precedes the next request on it.
         set_connection_close(&mut response, style);
@@ -301,28 +299,16 @@ pub(crate) fn build_own_limits_reply(
     response
 }
 
-/// Builds the reply to a client without a verified key.
-pub(crate) fn build_unidentified_client_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
-    let detail = "No policy has a key that identifies the client of this request. Expected a valid \
-                  token or client certificate.";
-    let challenge = (header::WWW_AUTHENTICATE, "Bearer");
-    build_error_reply(StatusCode::UNAUTHORIZED, detail, challenge, style)
-}
-
-/// Builds the reply to a method other than GET and HEAD.
-pub(crate) fn build_method_not_allowed_reply(style: ReplyStyle<'_>) -> Response<Bytes> {
-    let (detail, allowed) = ("Limits can only be read.", (header::ALLOW, "GET, HEAD"));
-    build_error_reply(StatusCode::METHOD_NOT_ALLOWED, detail, allowed, style)
-}
-
-fn build_error_reply(
+/// Builds the reply to a client that cannot read its limits by this request. The field says what
+/// would be possible.
+pub(crate) fn build_own_limits_error(
     status: StatusCode,
     detail: &str,
     (name, value): (HeaderName, &'static str),
     style: ReplyStyle<'_>,
 ) -> Response<Bytes> {
     let problem = ProblemReply::new(status, "http_request_error", detail.to_owned());
-    let mut response = problem.build_standard(style);
+    let mut response = problem.build(style);
     let headers = response.headers_mut();
     headers.insert(name, HeaderValue::from_static(value));
     response

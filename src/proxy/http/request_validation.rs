@@ -22,8 +22,9 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, Version,
 use hyper::ext::Protocol;
 use smallvec::SmallVec;
 
-use super::header_lines::{headers_named_in_connection, is_hop_by_hop, list_elements};
-use super::headers::is_client_cert_field;
+use super::header_lines::{
+    headers_named_in_connection, is_client_cert_field, is_hop_by_hop, list_elements,
+};
 use super::request_validation::host::{NormalizedHost, determine_authority_and_host};
 use super::upgrade;
 use super::upgrade::RequestedProtocolSwitch;
@@ -63,12 +64,11 @@ pub(crate) fn validate_and_rewrite_request(
     if method.bytes().any(|byte| byte.is_ascii_lowercase()) {
         return Err(RequestValidationError::LowercaseMethod);
     }
-    let websocket_key = if parts.method == Method::CONNECT {
-        Some(convert_websocket_connect_to_get(parts)?)
-    } else {
-        None
-    };
-    let scan = RequestHeaderScan::from_headers(&parts.headers, reads_header)?;
+    let is_extended_connect = parts.method == Method::CONNECT;
+    if is_extended_connect {
+        convert_websocket_connect_to_get(parts)?;
+    }
+    let scan = scan_headers(&parts.headers, reads_header)?;
     if parts.method == Method::TRACE
         && (scan.is_chunked || scan.content_length.is_some_and(|len| len > 0))
     {
@@ -91,7 +91,7 @@ pub(crate) fn validate_and_rewrite_request(
         parts.headers.remove(name);
     }
     let content_length = scan.content_length;
-    let upgrade_request = rebuild_connection_headers(parts, scan, websocket_key);
+    let upgrade_request = rebuild_connection_headers(parts, scan, is_extended_connect);
     parts.version = Version::HTTP_11;
     Ok(RequestTarget {
         authority,
@@ -140,15 +140,14 @@ impl RequestTarget {
     }
 }
 
-/// Converts an extended CONNECT for a WebSocket into the GET of an HTTP/1.1 handshake, and returns
-/// a generated `Sec-WebSocket-Key` for it.
+/// Converts an extended CONNECT for a WebSocket into the GET of an HTTP/1.1 handshake.
 ///
 /// # Errors
 /// Returns [`RequestValidationError::Connect`] for a plain CONNECT, and
 /// [`RequestValidationError::ConnectProtocol`] for a protocol other than WebSocket.
 fn convert_websocket_connect_to_get(
     parts: &mut request::Parts,
-) -> Result<HeaderValue, RequestValidationError> {
+) -> Result<(), RequestValidationError> {
     let protocol = parts.extensions.remove::<Protocol>();
     let protocol = protocol.filter(|_| parts.version == Version::HTTP_2);
     let protocol = protocol.ok_or(RequestValidationError::Connect)?;
@@ -156,7 +155,7 @@ fn convert_websocket_connect_to_get(
         return Err(RequestValidationError::ConnectProtocol);
     }
     parts.method = Method::GET;
-    Ok(upgrade::generate_websocket_key())
+    Ok(())
 }
 
 fn to_origin_form(parts: &request::Parts) -> Result<PathAndQuery, RequestValidationError> {
@@ -195,7 +194,7 @@ fn to_origin_form(parts: &request::Parts) -> Result<PathAndQuery, RequestValidat
 fn rebuild_connection_headers(
     parts: &mut request::Parts,
     scan: RequestHeaderScan,
-    websocket_key: Option<HeaderValue>,
+    is_extended_connect: bool,
 ) -> Option<RequestedProtocolSwitch> {
     let headers = &mut parts.headers;
     if scan.accepts_trailers {
@@ -203,33 +202,32 @@ fn rebuild_connection_headers(
     }
     let has_body = scan.is_chunked || scan.content_length.is_some_and(|length| length > 0);
     let is_http11 = parts.version == Version::HTTP_11;
-    let upgrade_request = if let Some(key) = websocket_key {
+    let is_forwarded = is_extended_connect
+        || is_http11
+            && scan.connection_names_upgrade
+            && !has_body
+            && upgrade::is_forwardable_upgrade(&scan.upgrade_values);
+    if is_extended_connect {
         headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
-        headers.insert(header::SEC_WEBSOCKET_KEY, key.clone());
-        Some(RequestedProtocolSwitch::Http2WebSocket(key))
-    } else if is_http11
-        && scan.connection_names_upgrade
-        && !has_body
-        && upgrade::is_forwardable_upgrade(&scan.upgrade_values)
-    {
+        let key = upgrade::generate_websocket_key();
+        headers.insert(header::SEC_WEBSOCKET_KEY, key);
+    } else if is_forwarded {
         for value in scan.upgrade_values {
             headers.append(header::UPGRADE, value);
         }
-        Some(RequestedProtocolSwitch::Http1Upgrade {
-            websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned(),
-        })
-    } else {
-        None
-    };
-    let connection_value = match (scan.accepts_trailers, &upgrade_request) {
-        (true, Some(_)) => "te, upgrade",
-        (true, None) => "te",
-        (false, Some(_)) => "upgrade",
-        (false, None) => return upgrade_request,
+    }
+    let connection_value = match (scan.accepts_trailers, is_forwarded) {
+        (true, true) => "te, upgrade",
+        (true, false) => "te",
+        (false, true) => "upgrade",
+        (false, false) => return None,
     };
     let connection = HeaderValue::from_static(connection_value);
     headers.insert(header::CONNECTION, connection);
-    upgrade_request
+    is_forwarded.then(|| RequestedProtocolSwitch {
+        is_extended_connect,
+        websocket_key: headers.get(header::SEC_WEBSOCKET_KEY).cloned(),
+    })
 }
 
 /// Reason why a request head is rejected. Clients see the text.
@@ -312,87 +310,85 @@ impl RequestValidationError {
 
 /// Result of one pass over the request headers.
 #[derive(Default)]
-pub(super) struct RequestHeaderScan {
-    pub(super) host: Option<HeaderValue>,
-    pub(super) is_chunked: bool,
-    pub(super) content_length: Option<u64>,
-    pub(super) accepts_trailers: bool,
-    pub(super) has_unknown_expectation: bool,
+struct RequestHeaderScan {
+    host: Option<HeaderValue>,
+    is_chunked: bool,
+    content_length: Option<u64>,
+    accepts_trailers: bool,
+    has_unknown_expectation: bool,
     /// Values of `Upgrade` as the client sent them; valid only if `connection_names_upgrade`.
-    pub(super) upgrade_values: SmallVec<[HeaderValue; 1]>,
-    pub(super) connection_names_upgrade: bool,
-    pub(super) headers_to_remove: SmallVec<[HeaderName; 2]>,
+    upgrade_values: SmallVec<[HeaderValue; 1]>,
+    connection_names_upgrade: bool,
+    headers_to_remove: SmallVec<[HeaderName; 2]>,
 }
 
-impl RequestHeaderScan {
-    pub(super) fn from_headers(
-        headers: &HeaderMap,
-        reads_header: &dyn Fn(&HeaderName) -> bool,
-    ) -> Result<Self, RequestValidationError> {
-        let mut scan = Self::default();
-        for (name, value) in headers {
-            if has_outer_white_space(value) {
-                return Err(RequestValidationError::OuterWhiteSpace);
-            }
-            match *name {
-                header::HOST if scan.host.is_some() => {
-                    return Err(RequestValidationError::HostRepeated);
-                }
-                header::HOST => scan.host = Some(value.clone()),
-                header::TRANSFER_ENCODING => {
-                    if scan.is_chunked || !value.as_bytes().eq_ignore_ascii_case(b"chunked") {
-                        return Err(RequestValidationError::TransferEncoding);
-                    }
-                    scan.is_chunked = true;
-                }
-                header::CONTENT_LENGTH => {
-                    let length = parse_whole_number(value.as_bytes())
-                        .ok_or(RequestValidationError::ContentLength)?;
-                    if scan.content_length.replace(length).is_some() {
-                        return Err(RequestValidationError::ContentLength);
-                    }
-                }
-                header::CONNECTION => {
-                    for field in headers_named_in_connection(value) {
-                        // `Connection` may name `Upgrade` and `TE`, because both are rebuilt.
-                        let is_rebuilt = matches!(field, header::UPGRADE | header::TE);
-                        if !is_rebuilt && is_protected(&field, reads_header) {
-                            return Err(RequestValidationError::ProtectedConnectionOption);
-                        }
-                        scan.connection_names_upgrade |= field == header::UPGRADE;
-                        scan.headers_to_remove.push(field);
-                    }
-                }
-                header::TE => {
-                    scan.accepts_trailers |=
-                        list_elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
-                }
-                header::UPGRADE => scan.upgrade_values.push(value.clone()),
-                header::TRAILER => check_trailer_names(value, reads_header)?,
-                header::EXPECT => {
-                    let is_known = value.as_bytes().eq_ignore_ascii_case(b"100-continue");
-                    scan.has_unknown_expectation |= !is_known;
-                    scan.headers_to_remove.push(header::EXPECT);
-                }
-                // Frequent names that consist of letters and hyphens.
-                header::ACCEPT
-                | header::ACCEPT_ENCODING
-                | header::ACCEPT_LANGUAGE
-                | header::AUTHORIZATION
-                | header::CONTENT_TYPE
-                | header::COOKIE
-                | header::USER_AGENT => {}
-                _ => check_ambiguous_name(name, reads_header)?,
-            }
-            if is_hop_by_hop(name) {
-                scan.headers_to_remove.push(name.clone());
-            }
+fn scan_headers(
+    headers: &HeaderMap,
+    reads_header: &dyn Fn(&HeaderName) -> bool,
+) -> Result<RequestHeaderScan, RequestValidationError> {
+    let mut scan = RequestHeaderScan::default();
+    for (name, value) in headers {
+        if has_outer_white_space(value) {
+            return Err(RequestValidationError::OuterWhiteSpace);
         }
-        if scan.is_chunked && scan.content_length.is_some() {
-            return Err(RequestValidationError::ContentLength);
+        match *name {
+            header::HOST if scan.host.is_some() => {
+                return Err(RequestValidationError::HostRepeated);
+            }
+            header::HOST => scan.host = Some(value.clone()),
+            header::TRANSFER_ENCODING => {
+                if scan.is_chunked || !value.as_bytes().eq_ignore_ascii_case(b"chunked") {
+                    return Err(RequestValidationError::TransferEncoding);
+                }
+                scan.is_chunked = true;
+            }
+            header::CONTENT_LENGTH => {
+                let length = parse_whole_number(value.as_bytes())
+                    .ok_or(RequestValidationError::ContentLength)?;
+                if scan.content_length.replace(length).is_some() {
+                    return Err(RequestValidationError::ContentLength);
+                }
+            }
+            header::CONNECTION => {
+                for field in headers_named_in_connection(value) {
+                    // `Connection` may name `Upgrade` and `TE`, because both are rebuilt.
+                    let is_rebuilt = matches!(field, header::UPGRADE | header::TE);
+                    if !is_rebuilt && is_protected(&field, reads_header) {
+                        return Err(RequestValidationError::ProtectedConnectionOption);
+                    }
+                    scan.connection_names_upgrade |= field == header::UPGRADE;
+                    scan.headers_to_remove.push(field);
+                }
+            }
+            header::TE => {
+                scan.accepts_trailers |=
+                    list_elements(value).any(|item| item.eq_ignore_ascii_case(b"trailers"));
+            }
+            header::UPGRADE => scan.upgrade_values.push(value.clone()),
+            header::TRAILER => check_trailer_names(value, reads_header)?,
+            header::EXPECT => {
+                let is_known = value.as_bytes().eq_ignore_ascii_case(b"100-continue");
+                scan.has_unknown_expectation |= !is_known;
+                scan.headers_to_remove.push(header::EXPECT);
+            }
+            // Frequent names that consist of letters and hyphens.
+            header::ACCEPT
+            | header::ACCEPT_ENCODING
+            | header::ACCEPT_LANGUAGE
+            | header::AUTHORIZATION
+            | header::CONTENT_TYPE
+            | header::COOKIE
+            | header::USER_AGENT => {}
+            _ => check_ambiguous_name(name, reads_header)?,
         }
-        Ok(scan)
+        if is_hop_by_hop(name) {
+            scan.headers_to_remove.push(name.clone());
+        }
     }
+    if scan.is_chunked && scan.content_length.is_some() {
+        return Err(RequestValidationError::ContentLength);
+    }
+    Ok(scan)
 }
 
 /// Whether a field value begins or ends with a space or tab. HTTP/1 parsers trim it; in HTTP/2 such

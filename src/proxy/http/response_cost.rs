@@ -221,10 +221,8 @@ impl JsonBodyReader {
                 }
             }
             JsonBodyFormat::EventStream(events) => events.parse(bytes, |data| match data {
-                EventStreamItem::DataChunk(part) => self.scanner.read_chunk(part, pointer),
-                EventStreamItem::EventEnd => {
-                    self.last_units = self.scanner.finish().or(self.last_units)
-                }
+                Some(part) => self.scanner.read_chunk(part, pointer),
+                None => self.last_units = self.scanner.finish().or(self.last_units),
             }),
         }
     }
@@ -275,18 +273,12 @@ impl Default for EventStreamLineState {
     }
 }
 
-/// Output of [`EventStreamParser`].
-enum EventStreamItem<'b> {
-    /// Data of the current event.
-    DataChunk(&'b [u8]),
-    /// An empty line ended the event.
-    EventEnd,
-}
-
 impl EventStreamParser {
     const DATA_FIELD: &[u8] = b"data:";
 
-    fn parse(&mut self, mut bytes: &[u8], mut on_item: impl FnMut(EventStreamItem<'_>)) {
+    /// Passes the data of events to `on_data`, in parts, and `None` for the end of an event: an
+    /// empty line.
+    fn parse(&mut self, mut bytes: &[u8], mut on_data: impl FnMut(Option<&[u8]>)) {
         while let Some((&byte, rest)) = bytes.split_first() {
             let was_cr = std::mem::take(&mut self.after_cr);
             bytes = match (self.line, byte) {
@@ -295,9 +287,9 @@ impl EventStreamParser {
                     self.after_cr = byte == b'\r';
                     self.line = EventStreamLineState::default();
                     match line {
-                        EventStreamLineState::FieldPrefix(0) => on_item(EventStreamItem::EventEnd),
+                        EventStreamLineState::FieldPrefix(0) => on_data(None),
                         // The line end is passed on: a number cannot continue across it.
-                        EventStreamLineState::Data => on_item(EventStreamItem::DataChunk(b"\n")),
+                        EventStreamLineState::Data => on_data(Some(b"\n")),
                         EventStreamLineState::FieldPrefix(_) | EventStreamLineState::Other => {}
                     }
                     rest
@@ -316,7 +308,7 @@ impl EventStreamParser {
                     let end = bytes.iter().position(|byte| matches!(byte, b'\r' | b'\n'));
                     let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
                     if let EventStreamLineState::Data = self.line {
-                        on_item(EventStreamItem::DataChunk(part));
+                        on_data(Some(part));
                     }
                     rest
                 }

@@ -5,7 +5,7 @@
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use http::{HeaderMap, HeaderValue, header};
+use http::{HeaderMap, HeaderValue, Method, header};
 use sha1_smol::Sha1;
 
 use super::header_lines::list_elements;
@@ -17,15 +17,15 @@ const HTTP_PROTOCOL_PREFIXES: [&[u8]; 2] = [b"spdy", b"h2c-"];
 /// Constant that a server appends to the key to compute `Sec-WebSocket-Accept` (RFC 6455, 4.2.2).
 const WEBSOCKET_GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// How a valid request asks for a protocol switch: HTTP/1.1 `Upgrade` or HTTP/2 extended CONNECT.
+/// How a valid request asks for a protocol switch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum RequestedProtocolSwitch {
-    /// HTTP/1.1 request with `Upgrade` (RFC 9110, 7.8). Contains the request's `Sec-WebSocket-Key`,
-    /// if any.
-    Http1Upgrade { websocket_key: Option<HeaderValue> },
-    /// Extended CONNECT for a WebSocket on an HTTP/2 stream (RFC 8441). Contains the generated
-    /// `Sec-WebSocket-Key` for the upstream's handshake.
-    Http2WebSocket(HeaderValue),
+pub(crate) struct RequestedProtocolSwitch {
+    /// Whether by an extended CONNECT for a WebSocket on an HTTP/2 stream (RFC 8441). Otherwise by
+    /// the `Upgrade` of an HTTP/1.1 request (RFC 9110, 7.8).
+    pub(crate) is_extended_connect: bool,
+    /// The `Sec-WebSocket-Key` for the upstream's handshake: that of the HTTP/1.1 request, if any,
+    /// or a generated one.
+    pub(crate) websocket_key: Option<HeaderValue>,
 }
 
 /// Whether `Upgrade` values may be forwarded: not empty, and every protocol well-formed and not
@@ -65,36 +65,23 @@ pub(crate) fn upgrade_names_websocket(head: &HeaderMap) -> bool {
 /// Whether the response has exactly one `Sec-WebSocket-Accept` and it matches `key`.
 pub(crate) fn has_valid_websocket_accept(key: &HeaderValue, response: &HeaderMap) -> bool {
     let mut proofs = response.get_all(header::SEC_WEBSOCKET_ACCEPT).iter();
-    let expected = compute_websocket_accept(key.as_bytes());
-    proofs
-        .next()
-        .is_some_and(|proof| proof.as_bytes() == expected.as_bytes())
-        && proofs.next().is_none()
+    proofs.next() == Some(&websocket_accept_value(key)) && proofs.next().is_none()
 }
 
 /// Computes `Sec-WebSocket-Accept` for `key` (RFC 6455, 4.2.2).
 pub(crate) fn websocket_accept_value(key: &HeaderValue) -> HeaderValue {
-    HeaderValue::try_from(compute_websocket_accept(key.as_bytes()))
-        .expect("base64 is visible ASCII")
-}
-
-fn compute_websocket_accept(key: &[u8]) -> String {
     let mut hash = Sha1::new();
-    hash.update(key);
+    hash.update(key.as_bytes());
     hash.update(WEBSOCKET_GUID);
-    STANDARD.encode(hash.digest().bytes())
+    let accept = STANDARD.encode(hash.digest().bytes());
+    HeaderValue::try_from(accept).expect("base64 is visible ASCII")
 }
 
-/// Whether the text is a protocol `name` or `name/version`, with tokens as parts.
+/// Whether the text is a protocol `name` or `name/version`, with tokens as parts. A method is a
+/// token too.
 fn is_protocol_token(text: &[u8]) -> bool {
-    let is_token = |text: &[u8]| {
-        !text.is_empty()
-            && text
-                .iter()
-                .all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte))
-    };
     let mut parts = text.splitn(2, |byte| *byte == b'/');
-    parts.all(is_token)
+    parts.all(|part| Method::from_bytes(part).is_ok())
 }
 
 fn is_http_protocol(protocol: &[u8]) -> bool {

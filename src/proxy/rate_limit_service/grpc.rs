@@ -2,18 +2,15 @@
 //! (<https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md>).
 
 use bytes::{Buf, BufMut, Bytes, BytesMut};
-use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Version, header, request,
-};
+use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Version, header, request};
 use http_body_util::BodyExt;
 use prost::Message;
 use strum::{IntoStaticStr, VariantNames};
 
 use crate::proxy::ResponseBody;
 use crate::proxy::body::{BodyError, RequestBody};
+use crate::proxy::http::local_replies::{GRPC_STATUS, build_grpc_error};
 
-static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
-static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 const GRPC_MEDIA_TYPE: &[u8] = b"application/grpc";
 /// Suffix of the media type with the only supported message encoding. Other suffixes, such as
 /// `+json`, are rejected.
@@ -107,22 +104,18 @@ pub(crate) fn encode_framed_message(message: &impl Message) -> Bytes {
 
 /// Builds the HTTP response to a gRPC call from an encoded message or an error.
 pub(crate) fn build_grpc_response(result: Result<Bytes, GrpcError>) -> Response<ResponseBody> {
-    let mut response = Response::new(ResponseBody::Empty);
-    let grpc = HeaderValue::from_static("application/grpc");
-    response.headers_mut().insert(header::CONTENT_TYPE, grpc);
-    match result {
-        Ok(message) => {
-            let status = (GRPC_STATUS.clone(), HeaderValue::from_static("0"));
-            let trailers = Some(HeaderMap::from_iter([status]));
-            *response.body_mut() = ResponseBody::FullWithTrailers(message, trailers);
-        }
+    let message = match result {
+        Ok(message) => message,
         // An error response has no message, so the gRPC status is sent in the response head.
         Err(GrpcError(code, why)) => {
-            let headers = response.headers_mut();
-            headers.insert(&GRPC_STATUS, HeaderValue::from(code as u16));
-            headers.insert(&GRPC_MESSAGE, HeaderValue::from_static(why));
+            return build_grpc_error(code as u8, why).map(ResponseBody::Full);
         }
-    }
+    };
+    let status = (GRPC_STATUS.clone(), HeaderValue::from_static("0"));
+    let trailers = Some(HeaderMap::from_iter([status]));
+    let mut response = Response::new(ResponseBody::FullWithTrailers(message, trailers));
+    let grpc = HeaderValue::from_static("application/grpc");
+    response.headers_mut().insert(header::CONTENT_TYPE, grpc);
     response
 }
 

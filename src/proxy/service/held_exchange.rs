@@ -31,7 +31,7 @@ impl HeldExchange {
     /// there is no response although the upstream may still work on the request, the guard is kept
     /// until the end of its time.
     pub(crate) fn new(
-        upstream: UpstreamClient,
+        upstream: Rc<UpstreamClient>,
         (request, is_upgrade): (Request<RequestBody>, bool),
         client: IpAddr,
         now: Instant,

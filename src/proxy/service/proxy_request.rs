@@ -1,11 +1,12 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use bytes::Bytes;
-use http::{Method, Request, Response, request};
+use http::{Method, Request, Response, StatusCode, header, request};
 use http_body::Body as _;
 use std::cell::Cell;
 use std::net::IpAddr;
 use std::pin::pin;
+use std::rc::Rc;
 use tokio::time::Instant;
 
 use super::ProxyService;
@@ -127,7 +128,7 @@ impl ProxyService {
             let client = || table.client.client_prefix(client_ip);
             let is_held = |guard: &mut ConcurrencySlotGuard| guard.held_until().is_some();
             if let Some(guard) = slot_guard.take_if(is_held) {
-                let (upstream, interim) = (self.upstream.clone(), std::mem::take(interim));
+                let (upstream, interim) = (Rc::clone(&self.upstream), std::mem::take(interim));
                 let request = (request, is_upgrade);
                 let exchange =
                     HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
@@ -235,7 +236,12 @@ impl ProxyService {
         } else {
             body.discard();
         }
-        finish_upstream_span(summary, &result);
+        if let Some(recording) = &mut summary.recording {
+            recording.finish_upstream_span(match &result {
+                Ok(response) => Ok(response.status().as_u16()),
+                Err(error) => Err(error.kind.into_str()),
+            });
+        }
         match result {
             Ok(response) => {
                 summary.awaits_returned_units =
@@ -344,21 +350,7 @@ impl ProxyService {
             .record_response(status, responded_at - arrived_at);
         response
     }
-}
 
-fn finish_upstream_span(
-    summary: &mut RequestSummary<'_>,
-    result: &Result<Response<ResponseBody>, UpstreamError>,
-) {
-    if let Some(recording) = &mut summary.recording {
-        recording.finish_upstream_span(match result {
-            Ok(response) => Ok(response.status().as_u16()),
-            Err(error) => Err(error.kind.into_str()),
-        });
-    }
-}
-
-impl ProxyService {
     /// Answers a client that asks for its limits. The caller boxes the future: every request's
     /// future would include its size otherwise.
     pub(super) async fn answer_own_limits(
@@ -372,14 +364,24 @@ impl ProxyService {
         let arrived_at = context.arrived_at;
         let style = context.style.replace_grpc_with_json();
         if ![Method::GET, Method::HEAD].contains(&parts.method) {
-            let reply = local_replies::build_method_not_allowed_reply(style);
+            let (status, allowed) = (StatusCode::METHOD_NOT_ALLOWED, (header::ALLOW, "GET, HEAD"));
+            let reply = local_replies::build_own_limits_error(
+                status,
+                "Limits can only be read.",
+                allowed,
+                style,
+            );
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         }
         let certificate = context.peer.certificate_subject.as_ref();
         let facts = inbound.facts(parts, certificate);
         let is_trusted = inbound.client.is_peer_trusted;
         let Some(client) = context.table.client_quotas(&facts, is_trusted) else {
-            let reply = local_replies::build_unidentified_client_reply(style);
+            let detail = "No policy has a key that identifies the client of this request. Expected a valid \
+                          token or client certificate.";
+            let challenge = (header::WWW_AUTHENTICATE, "Bearer");
+            let status = StatusCode::UNAUTHORIZED;
+            let reply = local_replies::build_own_limits_error(status, detail, challenge, style);
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         };
         let own = self.enforcer.read_own_limits(settings, &client, arrived_at);

@@ -150,8 +150,8 @@ impl ProxyService {
             let source = verdict.source.as_ref();
             recording.set_response(&trace::TracedResponse {
                 status: status.as_u16(),
-                decision: entry.decision,
-                policy: entry.policy,
+                decision: entry.decision().into_str(),
+                policy: entry.policy(),
                 limit: tightest.map(|one| (&*one.limit.name, one.key_id, one.status.remaining)),
                 source: source.map(DecisionSource::into_str).zip(verdict.decided_at),
             });

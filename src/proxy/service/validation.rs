@@ -1,7 +1,9 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, header, request};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, header, request,
+};
 use ipnet::IpNet;
 use std::time::Duration;
 
@@ -19,7 +21,7 @@ use crate::proxy::{RequestBody, ResponseBody, UpstreamErrorKind};
 use crate::telemetry::trace::TraceParent;
 
 /// Response header with the status of a denial before it is translated for the proxy in front.
-pub(crate) static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
+static ORIGINAL_STATUS_HEADER: HeaderName = HeaderName::from_static("x-tidegate-status");
 
 impl ProxyService {
     /// Validates the request head, or returns the error response. `has_body` is false if the body
@@ -72,11 +74,7 @@ impl ProxyService {
         tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
         let mut reply = local_replies::build_invalid_request_reply(error.into(), context.style);
         if let Some(status) = self.unreadable_request_status(peer) {
-            let intended = HeaderValue::from(reply.status().as_u16());
-            reply
-                .headers_mut()
-                .insert(&ORIGINAL_STATUS_HEADER, intended);
-            *reply.status_mut() = status;
+            replace_status(&mut reply, status);
         }
         self.reject_invalid_request(&parts, body, &context, reply)
     }
@@ -117,6 +115,15 @@ impl ProxyService {
             .record_response(reply.status().as_u16(), elapsed);
         reply.map(ResponseBody::Full)
     }
+}
+
+/// Replaces the status of a denial by one for the proxy in front, and records the original in a
+/// header.
+pub(crate) fn replace_status<B>(denial: &mut Response<B>, status: StatusCode) {
+    let original = HeaderValue::from(denial.status().as_u16());
+    let headers = denial.headers_mut();
+    headers.insert(&ORIGINAL_STATUS_HEADER, original);
+    *denial.status_mut() = status;
 }
 
 /// Whether there are too many header lines. hyper limits header lines for HTTP/1 only. HTTP/2

@@ -194,7 +194,7 @@ where
     }
 }
 
-struct ForwardingHandler(UpstreamClient);
+struct ForwardingHandler(Rc<UpstreamClient>);
 
 impl RequestHandler for ForwardingHandler {
     async fn handle(

@@ -38,7 +38,7 @@ async fn a_retry_uses_a_new_connection() {
 
 /// Handler that blocks its worker before a request if a receiver is set.
 struct StallingHandler(
-    UpstreamClient,
+    Rc<UpstreamClient>,
     Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>>>>,
 );
 

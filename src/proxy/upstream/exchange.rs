@@ -1,7 +1,7 @@
-//! Shared code of HTTP/1.1 and HTTP/2 for one attempt to send a request and receive a response
-//! head.
+//! One attempt to send a request over HTTP/1.1 or HTTP/2 and to receive the response head, and the
+//! tunnel that it may open.
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use h2::SendStream;
 use http::uri::{Authority, Parts, Scheme};
 use http::{HeaderValue, Method, Request, Response, StatusCode, Uri, Version, header, request};
@@ -9,25 +9,26 @@ use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper_util::rt::TokioIo;
 use smallvec::SmallVec;
+use std::cell::RefCell;
 use std::future::{Future, poll_fn};
+use std::io;
 use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamClient;
 use super::http2::Http2ResponseFuture;
-use super::http2::streams::BodyUpload;
-use super::http2::streams::Http2TunnelIo;
-use super::http2::streams::{Http2ResponseBody, ReceivedStream};
+use super::http2::streams::{self, Http2ResponseBody, ReceivedStream, poll_send_capacity};
 use super::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use super::response_body::{ResponseBody, UpstreamBody, UpstreamBodySource};
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::body::request::{RequestBody, RequestBodyProgress, RequestBodyState};
 use crate::proxy::body::tunnel::Tunnel;
-use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::connection_io::{LazyTimer, move_buffered_bytes};
 use crate::proxy::http::upgrade;
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
@@ -47,15 +48,15 @@ pub(crate) type ExchangeError = (ExchangeFailure, UpstreamError);
 
 impl UpstreamClient {
     fn build_response_body(
-        &self,
+        self: &Rc<Self>,
         source: UpstreamBodySource,
         connection: Box<UpstreamConnection>,
     ) -> ResponseBody {
         if source.is_end_stream() {
-            self.pool.return_connection(connection);
+            self.return_connection(connection);
             return ResponseBody::Empty;
         }
-        ResponseBody::Upstream(UpstreamBody::new(source, Rc::clone(&self.pool), connection))
+        ResponseBody::Upstream(UpstreamBody::new(source, Rc::clone(self), connection))
     }
 
     /// Waits for a response head. `poll_response` is ready with `None` if the upstream sends too
@@ -74,7 +75,7 @@ impl UpstreamClient {
         progress: Option<&RequestBodyProgress>,
         sent_at: Instant,
     ) -> Result<T, ExchangeError> {
-        let limit = self.pool.settings().response_timeout;
+        let limit = self.settings().response_timeout;
         let answer = poll_fn(|cx| {
             if let Poll::Ready(answer) = poll_response(cx) {
                 return Poll::Ready(answer.ok_or_else(|| {
@@ -102,19 +103,7 @@ impl UpstreamClient {
         let answer = answer.await;
         answer.map_err(|error| (ExchangeFailure::MaybeProcessed, error))
     }
-}
 
-/// Returns the error kind if the request failed because of the client's body; otherwise `None`.
-pub(crate) fn client_error_kind(
-    progress: Option<&RequestBodyProgress>,
-) -> Option<UpstreamErrorKind> {
-    match progress?.state.get() {
-        RequestBodyState::Failed(kind) => Some(kind),
-        _ => None,
-    }
-}
-
-impl UpstreamClient {
     /// Sends the request once on `connection`, of either HTTP version, and awaits the response
     /// head.
     ///
@@ -125,7 +114,7 @@ impl UpstreamClient {
         reason = "an async fn stores and copies its arguments twice"
     )]
     pub(crate) fn exchange_request(
-        &self,
+        self: &Rc<Self>,
         mut connection: Box<UpstreamConnection>,
         mut request: Request<RequestBody>,
         sent_at: Instant,
@@ -198,35 +187,14 @@ impl UpstreamClient {
             .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_cause(&error))?;
         // The connection is dropped only here: its drop aborts the task that hands over the socket.
         drop(connection);
-        let idle_limit = self.pool.settings().tunnel_idle_limit();
+        let idle_limit = self.settings().tunnel_idle_limit();
         let tunnel = Tunnel::new(TokioIo::new(upgraded), idle_limit);
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))
     }
-}
 
-fn exchange_failure_from_hyper(
-    mut failed: TrySendError<Request<RequestBody>>,
-    progress: Option<&RequestBodyProgress>,
-) -> ExchangeError {
-    let unsent = failed.take_message();
-    let error = failed.into_error();
-    let other = if error.is_parse() {
-        UpstreamErrorKind::Protocol
-    } else {
-        UpstreamErrorKind::ConnectionTerminated
-    };
-    let kind = client_error_kind(progress).unwrap_or(other);
-    let failure = match unsent {
-        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
-        None => ExchangeFailure::MaybeProcessed,
-    };
-    (failure, kind.with_cause(&error))
-}
-
-impl UpstreamClient {
     /// Sends the request once, as a stream of an HTTP/2 connection, and awaits the response head.
     pub(crate) async fn exchange_http2(
-        &self,
+        self: &Rc<Self>,
         mut connection: Box<UpstreamConnection>,
         request: Request<RequestBody>,
         sent_at: Instant,
@@ -244,7 +212,10 @@ impl UpstreamClient {
                 "the connection does not speak HTTP/2",
             ));
         };
-        let websocket_key = self.convert_request_head(&mut head, slot)?;
+        let supports_websockets = slot.connection.supports_extended_connect();
+        let is_secure = self.settings().tls.is_some();
+        let websocket_key = convert_request_head(&mut head, supports_websockets, is_secure)
+            .ok_or_else(|| invalid_request_error("the request's Host is not a valid authority"))?;
         let (mut response, tunnel) =
             start_request(slot, head, body, websocket_key.is_some()).await?;
         let poll_response = |cx: &mut Context<'_>| {
@@ -274,43 +245,25 @@ impl UpstreamClient {
         Ok(self.convert_response(response, websocket_key.zip(tunnel), connection))
     }
 
-    /// Converts the request head to HTTP/2; a WebSocket request becomes an extended CONNECT.
-    /// Returns the `Sec-WebSocket-Key` of a WebSocket request.
-    fn convert_request_head(
-        &self,
-        head: &mut request::Parts,
-        slot: &StreamSlot,
-    ) -> Result<Option<HeaderValue>, ExchangeError> {
-        let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
-            && slot.connection.supports_extended_connect();
-        let websocket_key = if is_websocket {
-            convert_to_extended_connect(head)
-        } else {
-            None
-        };
-        let is_secure = self.pool.settings().tls.is_some();
-        match convert_request_head_to_http2(head, is_secure) {
-            Some(()) => Ok(websocket_key),
-            None => Err(invalid_request_error(
-                "the request's Host is not a valid authority",
-            )),
-        }
-    }
-
     /// Builds the response from an HTTP/2 response. `websocket` is the key and the sending half of
     /// a WebSocket request; a success status turns its stream into a tunnel with status 101.
     fn convert_response(
-        &self,
-        response: Response<ReceivedStream>,
+        self: &Rc<Self>,
+        response: Response<Rc<RefCell<ReceivedStream>>>,
         websocket: Option<(HeaderValue, SendStream<Bytes>)>,
         connection: Box<UpstreamConnection>,
     ) -> Response<ResponseBody> {
         let (head, recv_stream) = response.into_parts();
         let mut response = Response::from_parts(head, ResponseBody::Empty);
         if let (Some((key, send_stream)), true) = (websocket, response.status().is_success()) {
-            convert_to_switching_protocols(&mut response, &key);
+            *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+            let headers = response.headers_mut();
+            headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
+            headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+            let accept = upgrade::websocket_accept_value(&key);
+            headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
             let io = Http2TunnelIo::new(send_stream, recv_stream, connection);
-            let tunnel = Tunnel::new(io, self.pool.settings().tunnel_idle_limit());
+            let tunnel = Tunnel::new(io, self.settings().tunnel_idle_limit());
             *response.body_mut() = ResponseBody::Tunnel(Box::new(tunnel));
             return response;
         }
@@ -319,6 +272,35 @@ impl UpstreamClient {
             self.build_response_body(UpstreamBodySource::Http2(body), connection);
         response
     }
+}
+
+/// Returns the error kind if the request failed because of the client's body; otherwise `None`.
+pub(crate) fn client_error_kind(
+    progress: Option<&RequestBodyProgress>,
+) -> Option<UpstreamErrorKind> {
+    match progress?.state.get() {
+        RequestBodyState::Failed(kind) => Some(kind),
+        _ => None,
+    }
+}
+
+fn exchange_failure_from_hyper(
+    mut failed: TrySendError<Request<RequestBody>>,
+    progress: Option<&RequestBodyProgress>,
+) -> ExchangeError {
+    let unsent = failed.take_message();
+    let error = failed.into_error();
+    let other = if error.is_parse() {
+        UpstreamErrorKind::Protocol
+    } else {
+        UpstreamErrorKind::ConnectionTerminated
+    };
+    let kind = client_error_kind(progress).unwrap_or(other);
+    let failure = match unsent {
+        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
+        None => ExchangeFailure::MaybeProcessed,
+    };
+    (failure, kind.with_cause(&error))
 }
 
 /// Sends the request head and the start of the body. Returns the response, and the sending half of
@@ -348,7 +330,7 @@ async fn start_request(
     if is_websocket {
         tunnel = Some(send_stream);
     } else if keeps_stream_open
-        && let Some(upload) = BodyUpload::start(body, send_stream, declared_trailers).await
+        && let Some(upload) = streams::start_upload(body, send_stream, declared_trailers).await
     {
         slot.upload = Some(upload);
     }
@@ -381,14 +363,25 @@ fn classify_failure(error: &h2::Error) -> ExchangeFailure {
 }
 
 /// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
-/// absolute URI, and the connection headers except `te` are removed.
+/// absolute URI, and the connection headers except `te` are removed. A WebSocket request becomes an
+/// extended CONNECT (RFC 8441, 5), if the upstream supports it. Its `Sec-WebSocket-Key` is removed
+/// and returned: the `Sec-WebSocket-Accept` of the response is computed from it.
 ///
 /// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
 /// not occur after request validation.
-pub(crate) fn convert_request_head_to_http2(
+fn convert_request_head(
     head: &mut request::Parts,
+    supports_websockets: bool,
     is_secure: bool,
-) -> Option<()> {
+) -> Option<Option<HeaderValue>> {
+    let mut websocket_key = None;
+    if supports_websockets && upgrade::upgrade_names_websocket(&head.headers) {
+        head.method = Method::CONNECT;
+        let websocket = h2::ext::Protocol::from_static("websocket");
+        head.extensions.insert(websocket);
+        head.headers.remove(header::CONTENT_LENGTH);
+        websocket_key = head.headers.remove(header::SEC_WEBSOCKET_KEY);
+    }
     let host = head.headers.remove(header::HOST)?;
     let mut parts = Parts::default();
     parts.scheme = Some(if is_secure {
@@ -404,25 +397,91 @@ pub(crate) fn convert_request_head_to_http2(
     for name in [CONNECTION, TRANSFER_ENCODING, UPGRADE] {
         head.headers.remove(name);
     }
-    Some(())
+    Some(websocket_key)
 }
 
-/// Converts a WebSocket GET to an extended CONNECT (RFC 8441, 5). Removes and returns the
-/// `Sec-WebSocket-Key`, from which the `Sec-WebSocket-Accept` of the response is computed.
-pub(crate) fn convert_to_extended_connect(head: &mut request::Parts) -> Option<HeaderValue> {
-    head.method = Method::CONNECT;
-    head.extensions
-        .insert(h2::ext::Protocol::from_static("websocket"));
-    head.headers.remove(header::CONTENT_LENGTH);
-    head.headers.remove(header::SEC_WEBSOCKET_KEY)
+/// Maximum size of one write to the HTTP/2 stream of a tunnel.
+const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
+
+/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions have ended
+/// resets the HTTP/2 stream.
+#[derive(Debug)]
+struct Http2TunnelIo {
+    send_stream: SendStream<Bytes>,
+    recv_stream: Rc<RefCell<ReceivedStream>>,
+    read_buffer: Bytes,
+    write_closed: bool,
+    _connection: Box<UpstreamConnection>,
 }
 
-/// Converts the successful response to an extended CONNECT to HTTP/1.1 `101 Switching Protocols`.
-pub(crate) fn convert_to_switching_protocols<B>(response: &mut Response<B>, key: &HeaderValue) {
-    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-    let headers = response.headers_mut();
-    headers.insert(header::UPGRADE, HeaderValue::from_static("websocket"));
-    headers.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
-    let accept = upgrade::websocket_accept_value(key);
-    headers.insert(header::SEC_WEBSOCKET_ACCEPT, accept);
+impl Http2TunnelIo {
+    fn new(
+        send_stream: SendStream<Bytes>,
+        recv_stream: Rc<RefCell<ReceivedStream>>,
+        connection: Box<UpstreamConnection>,
+    ) -> Self {
+        Self {
+            send_stream,
+            recv_stream,
+            read_buffer: Bytes::new(),
+            write_closed: false,
+            _connection: connection,
+        }
+    }
+}
+
+impl AsyncRead for Http2TunnelIo {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        let mut stream = this.recv_stream.borrow_mut();
+        while this.read_buffer.is_empty() {
+            match ready!(stream.poll_data(cx)) {
+                Some(data) => this.read_buffer = data.map_err(io::Error::other)?,
+                None => return Poll::Ready(Ok(())),
+            }
+        }
+        let before = this.read_buffer.len();
+        move_buffered_bytes(&mut this.read_buffer, into);
+        // The receive window reopens only for data that the reader has taken.
+        let released = stream.release_capacity(before - this.read_buffer.len());
+        Poll::Ready(released.map_err(io::Error::other))
+    }
+}
+
+impl AsyncWrite for Http2TunnelIo {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        mut bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        let requested_bytes = bytes.len().min(MAX_TUNNEL_CHUNK_BYTES);
+        let capacity = ready!(poll_send_capacity(
+            &mut this.send_stream,
+            requested_bytes,
+            cx
+        ));
+        let capacity = capacity.map_err(io::Error::other)?;
+        let chunk = bytes.copy_to_bytes(capacity.min(requested_bytes));
+        let taken = chunk.len();
+        let sent = this.send_stream.send_data(chunk, false);
+        Poll::Ready(sent.map(|()| taken).map_err(io::Error::other))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if std::mem::replace(&mut this.write_closed, true) {
+            return Poll::Ready(Ok(()));
+        }
+        let sent = this.send_stream.send_data(Bytes::new(), true);
+        Poll::Ready(sent.map_err(io::Error::other))
+    }
 }

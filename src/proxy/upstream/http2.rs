@@ -19,8 +19,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
-use tokio::task::AbortHandle;
 use tokio::time::Instant;
+use tokio_util::task::AbortOnDropHandle;
 
 use super::MAX_RESPONSE_HEAD_BYTES;
 use super::connector::ReadAllowance;
@@ -61,7 +61,7 @@ pub(crate) struct Http2Connection {
     received_streams: ReceivedStreams,
     idle_since: Cell<Instant>,
     pub(super) driver_waker: RefCell<Option<Waker>>,
-    pub(crate) task: Cell<Option<AbortHandle>>,
+    pub(crate) task: Cell<Option<AbortOnDropHandle<()>>>,
 }
 
 /// Future of the response head. Dropping it before completion cancels the request, possibly with a
@@ -79,23 +79,6 @@ struct DeferredCancels {
 }
 
 impl Http2Connection {
-    pub(super) fn new(sender: SendRequest<Bytes>, peer: Option<IpAddr>) -> Self {
-        Self {
-            sender,
-            peer,
-            active_streams: Cell::new(0),
-            closing: Cell::new(false),
-            is_suspect: Cell::new(false),
-            was_used: Cell::new(false),
-            cancellation_budget: Cell::new(CANCELLATION_BUDGET),
-            deferred_cancels: RefCell::default(),
-            received_streams: ReceivedStreams::default(),
-            idle_since: Cell::new(Instant::now()),
-            driver_waker: RefCell::default(),
-            task: Cell::default(),
-        }
-    }
-
     /// Reserves a stream if the connection has capacity. Returns whether a stream was reserved.
     pub(crate) fn try_reserve_stream(&self) -> bool {
         let max_streams = self
@@ -227,7 +210,7 @@ impl Http2ResponseFuture {
 }
 
 impl Future for Http2ResponseFuture {
-    type Output = Result<Response<ReceivedStream>, h2::Error>;
+    type Output = Result<Response<Rc<RefCell<ReceivedStream>>>, h2::Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(response) = &mut self.response else {
@@ -246,14 +229,6 @@ impl Drop for Http2ResponseFuture {
     fn drop(&mut self) {
         if let Some(response) = self.response.take() {
             self.connection.cancel_or_defer_request(response);
-        }
-    }
-}
-
-impl Drop for Http2Connection {
-    fn drop(&mut self) {
-        if let Some(task) = self.task.take() {
-            task.abort();
         }
     }
 }
@@ -365,10 +340,28 @@ pub(crate) async fn perform_http2_handshake(
             let detail = format!("no HTTP/2 SETTINGS from the upstream within {limit:?}");
             Err(UpstreamErrorKind::ConnectTimeout.with_detail(detail))
         })?;
-    let http2_connection = Rc::new(Http2Connection::new(sender, peer));
-    let ping_monitor = connection
-        .ping_pong()
-        .map(|pings| PingMonitor::new(pings, read_activity));
+    let http2_connection = Rc::new(Http2Connection {
+        sender,
+        peer,
+        active_streams: Cell::new(0),
+        closing: Cell::new(false),
+        is_suspect: Cell::new(false),
+        was_used: Cell::new(false),
+        cancellation_budget: Cell::new(CANCELLATION_BUDGET),
+        deferred_cancels: RefCell::default(),
+        received_streams: ReceivedStreams::default(),
+        idle_since: Cell::new(Instant::now()),
+        driver_waker: RefCell::default(),
+        task: Cell::default(),
+    });
+    let ping_monitor = connection.ping_pong().map(|ping_pong| PingMonitor {
+        ping_pong,
+        read_activity,
+        pings_since_read: 0,
+        quiet_since: Instant::now(),
+        pong_deadline: None,
+        timer: LazyTimer::default(),
+    });
     let weak_connection = Rc::downgrade(&http2_connection);
     let driver = run_driver(connection, ping_monitor, allowance, weak_connection);
     Ok((http2_connection, driver))
@@ -397,17 +390,6 @@ pub(crate) struct PingMonitor {
 }
 
 impl PingMonitor {
-    pub(crate) fn new(ping_pong: PingPong, read_activity: Arc<AtomicBool>) -> Self {
-        Self {
-            ping_pong,
-            read_activity,
-            pings_since_read: 0,
-            quiet_since: Instant::now(),
-            pong_deadline: None,
-            timer: LazyTimer::default(),
-        }
-    }
-
     /// Sends PINGs when due. Ready when a PONG is missing at its deadline and nothing else arrived.
     /// With `suspect` set, sends a PING immediately.
     pub(crate) fn poll(&mut self, suspect: &Cell<bool>, cx: &mut Context<'_>) -> Poll<()> {

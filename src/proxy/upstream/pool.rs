@@ -24,15 +24,14 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep_until};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::UpstreamSharedState;
 use super::connector::AlpnOffer;
 use super::connector::ResponseRate;
 use super::http2;
 use super::http2::Http2Connection;
-use super::http2::streams::BodyUpload;
 use super::pool::idle::ResolvedAddresses;
 use super::pool::opening::ConnectionWaiter;
 use crate::proxy::body::informational_responses::InformationalResponseQueue;
@@ -41,8 +40,9 @@ use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
 
+/// Sends requests to the upstream over one worker's connections, and pools these.
 #[derive(Debug)]
-pub(super) struct UpstreamPool {
+pub struct UpstreamClient {
     pub(super) shared: Arc<UpstreamSharedState>,
     /// Idle HTTP/1.1 connections; the longest idle one is in front.
     idle_http1: RefCell<VecDeque<Box<UpstreamConnection>>>,
@@ -60,8 +60,10 @@ pub(super) struct UpstreamPool {
     addresses: RefCell<ResolvedAddresses>,
 }
 
-impl UpstreamPool {
-    pub(super) fn new(shared: Arc<UpstreamSharedState>) -> Rc<Self> {
+impl UpstreamClient {
+    /// Creates the upstream client of one worker. Must be called inside the worker's runtime,
+    /// because it spawns the tasks that close idle connections and watch DNS.
+    pub fn new(shared: Arc<UpstreamSharedState>) -> Rc<Self> {
         let chose_http2 = match &shared.settings.url {
             UpstreamUrl::Net {
                 scheme: UpstreamScheme::H2c,
@@ -94,7 +96,7 @@ impl UpstreamPool {
         pool
     }
 
-    pub(super) fn settings(&self) -> &UpstreamSettings {
+    pub(crate) fn settings(&self) -> &UpstreamSettings {
         &self.shared.settings
     }
 
@@ -153,11 +155,23 @@ impl UpstreamPool {
         })
     }
 
-    /// Waits until `due`. The request counts as delayed until the future completes or is dropped.
-    pub(super) async fn delay_until(&self, due: Instant) -> Result<(), UpstreamError> {
+    /// Waits until `delay` has passed since `since`, and returns the time at which the wait ended.
+    ///
+    /// A delayed request counts against `max_requests_waiting` while it waits.
+    ///
+    /// # Errors
+    /// Fails immediately if `max_requests_waiting` requests already wait.
+    pub(crate) async fn delay_request(
+        &self,
+        delay: Duration,
+        since: Instant,
+    ) -> Result<Instant, UpstreamError> {
+        if delay.is_zero() {
+            return Ok(since);
+        }
         let _slot = QueueSlotGuard::acquire(self, |shared| &shared.delayed_requests)?;
-        sleep_until(due).await;
-        Ok(())
+        sleep_until(since + delay).await;
+        Ok(Instant::now())
     }
 
     /// Returns an idle HTTP/1.1 connection or a free HTTP/2 stream, without waiting. `now` is the
@@ -192,7 +206,7 @@ type AcquireFuture<'p> = LocalBoxFuture<'p, Result<Box<UpstreamConnection>, Upst
 /// Counts a request that waits, for a connection or because it is delayed, until the guard is
 /// dropped.
 struct QueueSlotGuard<'p> {
-    pool: &'p UpstreamPool,
+    pool: &'p UpstreamClient,
     count: &'p AtomicUsize,
 }
 
@@ -200,7 +214,7 @@ impl<'p> QueueSlotGuard<'p> {
     /// Counts a request in `count`. Fails if waiting and delayed requests together would exceed
     /// `max_requests_waiting`.
     fn acquire(
-        pool: &'p UpstreamPool,
+        pool: &'p UpstreamClient,
         count: impl FnOnce(&'p UpstreamSharedState) -> &'p AtomicUsize,
     ) -> Result<Self, UpstreamError> {
         let (shared, limit) = (&pool.shared, pool.settings().max_requests_waiting);
@@ -253,7 +267,9 @@ pub(crate) struct Http1Connection {
     pub(crate) informational: Arc<InformationalResponseQueue>,
     pub(crate) response_rate: ResponseRate,
     pub(crate) peer: Option<IpAddr>,
-    pub(crate) task: AbortHandle,
+    /// Runs the connection. Without the abort, hyper would wait for the rest of an unneeded request
+    /// or response.
+    _task: AbortOnDropHandle<()>,
 }
 
 impl UpstreamConnection {
@@ -283,32 +299,25 @@ impl UpstreamConnection {
     }
 }
 
-impl Drop for Http1Connection {
-    fn drop(&mut self) {
-        // Without this abort, hyper would wait for the rest of an unneeded request or response.
-        self.task.abort();
-    }
-}
-
 /// A reserved stream on an [`Http2Connection`]. Dropping it ends the request.
 #[derive(Debug)]
 pub(crate) struct StreamSlot {
     pub(crate) connection: Rc<Http2Connection>,
-    pool: Rc<UpstreamPool>,
+    client: Rc<UpstreamClient>,
     pub(crate) is_reused: bool,
-    pub(crate) upload: Option<BodyUpload>,
+    pub(crate) upload: Option<AbortOnDropHandle<Result<(), h2::Error>>>,
 }
 
 impl StreamSlot {
     /// Reserves a stream of `connection`, if it has capacity.
     pub(super) fn reserve(
         connection: &Rc<Http2Connection>,
-        pool: &Rc<UpstreamPool>,
+        client: &Rc<UpstreamClient>,
     ) -> Option<Self> {
         connection.try_reserve_stream().then(|| Self {
             is_reused: connection.was_used.replace(true),
             connection: Rc::clone(connection),
-            pool: Rc::clone(pool),
+            client: Rc::clone(client),
             upload: None,
         })
     }
@@ -318,7 +327,7 @@ impl Drop for StreamSlot {
     fn drop(&mut self) {
         self.upload = None;
         self.connection.release_stream();
-        self.pool.handle_stream_end(&self.connection);
+        self.client.handle_stream_end(&self.connection);
     }
 }
 

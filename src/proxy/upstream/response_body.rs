@@ -15,7 +15,7 @@ use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
 
 use super::http2::streams::Http2ResponseBody;
-use super::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection, UpstreamPool};
+use super::pool::{ConnectionProtocol, UpstreamClient, UpstreamConnection};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::body::tunnel::Tunnel;
 use crate::proxy::body::{BodyError, add_to_size_hint};
@@ -113,9 +113,9 @@ pub struct UpstreamBody {
     is_unflushed: bool,
     /// Error that waits until hyper has flushed.
     delayed_error: Option<Box<BodyError>>,
-    pool: Rc<UpstreamPool>,
+    client: Rc<UpstreamClient>,
     /// Taken when the body ends or fails.
-    connection: Option<Box<UpstreamConnection>>,
+    pub(super) connection: Option<Box<UpstreamConnection>>,
     pending_since: Option<Instant>,
     slot_guard: Option<Box<ConcurrencySlotGuard>>,
     recording: Option<Box<RequestRecording>>,
@@ -140,7 +140,7 @@ impl UpstreamBody {
 
     pub(super) fn new(
         source: UpstreamBodySource,
-        pool: Rc<UpstreamPool>,
+        client: Rc<UpstreamClient>,
         connection: Box<UpstreamConnection>,
     ) -> Self {
         Self {
@@ -148,7 +148,7 @@ impl UpstreamBody {
             first_frame: FirstFrame::None,
             is_unflushed: true,
             delayed_error: None,
-            pool,
+            client,
             connection: Some(connection),
             pending_since: None,
             slot_guard: None,
@@ -191,13 +191,6 @@ impl UpstreamBody {
         }
     }
 
-    /// Keeps the share of the connections until the body ends.
-    pub(crate) fn attach_share(&mut self, share: ConnectionShare) {
-        if let Some(connection) = &mut self.connection {
-            connection.share = Some(share);
-        }
-    }
-
     /// Reads the body and discards it until it ends, or until `ends_at` if it stalls.
     async fn discard_until(mut self, ends_at: Instant) {
         let end = async {
@@ -210,23 +203,6 @@ impl UpstreamBody {
             }
         };
         drop(timeout_at(ends_at, end).await);
-    }
-
-    /// Keeps the concurrency slot until the body ends, and fails the body at the slot's `ends_at`.
-    /// The trace recording ends with the body too.
-    pub(crate) fn attach_guards(
-        &mut self,
-        slot_guard: Option<ConcurrencySlotGuard>,
-        recording: Option<Box<RequestRecording>>,
-    ) {
-        self.slot_guard = slot_guard.map(Box::new).or(self.slot_guard.take());
-        let recording = recording.filter(|_| !self.is_fully_received());
-        self.recording = recording.map(RequestRecording::mark_streaming);
-    }
-
-    /// Attaches the request's metrics, to end with the body.
-    pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
-        self.active_request = Some(active).filter(|_| !self.is_fully_received());
     }
 
     /// Whether all data has arrived, so that hyper may not poll again. An HTTP/2 stream may still
@@ -314,7 +290,7 @@ impl UpstreamBody {
         let Some(connection) = &mut self.connection else {
             return Poll::Pending;
         };
-        let idle = self.pool.settings().body_idle_timeout;
+        let idle = self.client.settings().body_idle_timeout;
         let idle_at = idle.map(|idle| *self.pending_since.get_or_insert_with(Instant::now) + idle);
         let Some(due) = idle_at.into_iter().chain(ends_at).min() else {
             return Poll::Pending;
@@ -353,7 +329,7 @@ impl UpstreamBody {
         self.slot_guard = None;
         self.finish_recording(Ok(()));
         if let Some(connection) = self.connection.take() {
-            self.pool.return_connection(connection);
+            self.client.return_connection(connection);
         }
     }
 }
@@ -367,7 +343,7 @@ impl Drop for UpstreamBody {
             (slot_guard.held_until(), self.connection.take())
         {
             let source = take(&mut self.source);
-            let mut rest = Self::new(source, Rc::clone(&self.pool), connection);
+            let mut rest = Self::new(source, Rc::clone(&self.client), connection);
             rest.first_frame = take(&mut self.first_frame);
             rest.cost_meter = self.cost_meter.take();
             spawn_local(async move {
@@ -394,15 +370,20 @@ pub enum ResponseBody {
 }
 
 impl ResponseBody {
-    /// Attaches the concurrency slot and the trace recording to the body, to end with it. For a
-    /// local body, which is already complete, they end immediately.
+    /// Attaches the concurrency slot and the trace recording to the body, to end with it. A body
+    /// from the upstream fails at the slot's `ends_at`. For a local body, which is already complete,
+    /// they end immediately.
     pub(crate) fn attach_guards(
         &mut self,
         slot_guard: Option<ConcurrencySlotGuard>,
         recording: Option<Box<RequestRecording>>,
     ) {
         match self {
-            Self::Upstream(body) => body.attach_guards(slot_guard, recording),
+            Self::Upstream(body) => {
+                body.slot_guard = slot_guard.map(Box::new).or(body.slot_guard.take());
+                let recording = recording.filter(|_| !body.is_fully_received());
+                body.recording = recording.map(RequestRecording::mark_streaming);
+            }
             Self::Tunnel(tunnel) => {
                 tunnel.attach_slot_guard(slot_guard);
                 tunnel.keep(recording);
@@ -415,7 +396,9 @@ impl ResponseBody {
     /// immediately.
     pub(crate) fn attach_active_request(&mut self, active: Box<ActiveHttpRequest>) {
         match self {
-            Self::Upstream(body) => body.attach_active_request(active),
+            Self::Upstream(body) => {
+                body.active_request = Some(active).filter(|_| !body.is_fully_received());
+            }
             Self::Tunnel(tunnel) => tunnel.keep(active),
             Self::Empty | Self::Full(_) | Self::FullWithTrailers(..) => {}
         }
@@ -442,7 +425,6 @@ impl Body for ResponseBody {
         match self.get_mut() {
             Self::Empty | Self::Tunnel(_) => Poll::Ready(None),
             Self::Full(bytes) if bytes.is_empty() => Poll::Ready(None),
-
             Self::FullWithTrailers(bytes, trailers) if bytes.is_empty() => {
                 let trailers = trailers.take().map(Frame::trailers);
                 Poll::Ready(trailers.map(Ok))

@@ -6,9 +6,9 @@
 //! call counts as in flight only for [`IN_FLIGHT_TIMEOUT`], so on a slow network no request waits
 //! for the whole time of an earlier call.
 
+use super::connection::RedisNode;
 use super::error::RedisErrorKind;
 use super::live_connection::LiveConnection;
-use super::node::RedisNode;
 use super::script_batch::{CallerReply, DecisionBatch};
 use super::shared_state::SharedRedisState;
 use crate::limiter::{Decision, PolicyCharges};
@@ -83,7 +83,7 @@ impl DecisionBatcher {
             .unwrap_or(Err(RedisErrorKind::Connection))?
             .parse_decision(request);
         if let Err(failure) = &decision
-            && let Ok(live) = self.node.connection.live()
+            && let Ok(live) = self.node.live()
         {
             live.record_failure(*failure);
         }
@@ -100,7 +100,7 @@ impl DecisionBatcher {
         let last = state.pending.back();
         if last.is_none_or(|pending| pending.batch.is_full()) {
             state.pending.push_back(PendingBatch {
-                live: self.node.connection.live()?,
+                live: self.node.live()?,
                 batch: DecisionBatch::default(),
                 callers: Vec::new(),
             });
@@ -157,9 +157,8 @@ impl DecisionBatcher {
             Ok(reply) => reply,
             Err(_) => {
                 *in_flight = None;
-                timeout_at(deadline, call)
-                    .await
-                    .unwrap_or_else(|elapsed| Err(elapsed.into()))
+                let reply = timeout_at(deadline, call).await;
+                reply.unwrap_or_else(|elapsed| Err(elapsed.into()))
             }
         };
         let replies = reply.and_then(|reply| {

@@ -26,7 +26,7 @@ pub struct RedisOutage {
 #[derive(Debug)]
 pub(super) struct RedisCircuitBreaker {
     /// The servers, for log lines. `None` for an inspection, which logs nothing.
-    log_address: Option<String>,
+    pub(super) log_address: Option<String>,
     /// Consecutive failures that open the breaker.
     failure_threshold: u32,
     /// Failures since the last success. From the threshold on the breaker is open, and only a probe
@@ -168,13 +168,14 @@ impl RedisCircuitBreaker {
     }
 
     /// Counts a failure without an effect on the breaker, for example of a probe or of a connection
-    /// attempt.
-    pub(super) fn count_failure(&self, kind: RedisErrorKind) {
+    /// attempt. Returns the kind.
+    pub(super) fn count_failure(&self, kind: RedisErrorKind) -> RedisErrorKind {
         let name = kind.into_str();
         let mut counts = RedisErrorKind::VARIANTS.iter().zip(&self.failure_counts);
         if let Some((_, count)) = counts.find(|(known, _)| **known == name) {
             count.fetch_add(1, Ordering::Relaxed);
         }
+        kind
     }
 
     pub(super) fn record_connection_down(&self, error: &RedisConnectionError) {
@@ -212,7 +213,7 @@ impl RedisCircuitBreaker {
 
     /// Keeps the message of a command's error, for the log line about its consequence.
     pub(super) fn record_error_message(&self, error: &RedisError) {
-        self.state.lock().last_command_error = Some(error.into());
+        self.state.lock().last_command_error = Some(error.clone().into());
     }
 
     fn update_and_log_availability(

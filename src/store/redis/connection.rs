@@ -6,11 +6,10 @@
 
 use super::access::RedisAccess;
 use super::connector::{self, AbortOnDropTask};
-use super::error::{RedisConnectionError, RedisErrorKind};
-use super::live_connection::LiveConnection;
-use super::live_connection::is_proxy_refusal;
+use super::error::{RedisConnectionError, RedisErrorKind, within};
+use super::live_connection::{LiveConnection, is_proxy_refusal};
 use super::scripts::ScriptLibrary;
-use super::sentinel::{SentinelDisagreements, SentinelGroup};
+use super::sentinel;
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 use super::shared_state::SharedRedisState;
 use super::watched_value::WatchedValue;
@@ -18,7 +17,7 @@ use crate::limiter::{Algorithm, Key, KeyBuilder, Limit, MAX_UNITS, PolicyCharges
 use crate::store::fallback::SINGLE_PARTITION;
 use arc_swap::ArcSwap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
@@ -63,15 +62,17 @@ impl RedisConnectionTarget {
     }
 
     /// The address to connect to now.
-    pub(super) async fn resolve_address(
+    async fn resolve_address(
         &self,
+        shared: &SharedRedisState,
         access: &RedisAccess,
-        disagreements: &SentinelDisagreements,
     ) -> Result<RedisAddress, RedisConnectionError> {
-        match (&self.address, SentinelGroup::from_access(access)) {
-            (Some(address), _) => Ok(address.clone()),
-            (None, Some(sentinels)) => sentinels.resolve_master(disagreements).await,
-            (None, None) => Err(RedisConnectionError::new(
+        match &self.address {
+            Some(address) => Ok(address.clone()),
+            None if access.settings.sentinel_master().is_some() => {
+                sentinel::resolve_master(shared, access).await
+            }
+            None => Err(RedisConnectionError::new(
                 RedisErrorKind::Dns,
                 "no address is known",
             )),
@@ -79,11 +80,16 @@ impl RedisConnectionTarget {
     }
 }
 
-/// A connection that is reopened when it is lost.
+/// A master, with this worker's connection to it, which is reopened when it is lost.
 #[derive(Debug)]
-pub(super) struct SupervisedConnection {
+pub(crate) struct RedisNode {
     supervision: Arc<ConnectionSupervision>,
     supervisor: AbortOnDropTask,
+    /// Consecutive failures, after which the connection is replaced and probed: the circuit breaker
+    /// of one node of a cluster.
+    consecutive_failures: AtomicU32,
+    /// Calls wait for the first connection until this time.
+    connect_by: Instant,
 }
 
 /// What a connection shares with its supervisor.
@@ -120,11 +126,15 @@ pub(super) struct OpenedConnection {
     replacement_receiver: mpsc::Receiver<RedisErrorKind>,
 }
 
-impl SupervisedConnection {
+impl RedisNode {
     /// Connects, and reconnects as long as the value lives.
-    pub(super) fn start(shared: Arc<SharedRedisState>, target: RedisConnectionTarget) -> Self {
+    pub(super) fn start(
+        shared: &Arc<SharedRedisState>,
+        target: RedisConnectionTarget,
+        connect_by: Instant,
+    ) -> Self {
         let supervision = Arc::new(ConnectionSupervision {
-            shared,
+            shared: Arc::clone(shared),
             target,
             state: WatchedValue::default(),
         });
@@ -132,21 +142,25 @@ impl SupervisedConnection {
         Self {
             supervision,
             supervisor: AbortOnDropTask(supervisor),
+            consecutive_failures: AtomicU32::new(0),
+            connect_by,
         }
     }
 
-    /// Whether there ever was a probed connection.
-    pub(super) fn was_ready(&self) -> bool {
-        self.supervision.state.get().was_ready
+    /// The configured address; `None` if sentinels name the server.
+    pub(super) fn address(&self) -> Option<&RedisAddress> {
+        self.supervision.target.address.as_ref()
     }
 
-    /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
-    /// lost.
-    pub(super) fn stop(&self) {
-        self.supervisor.0.abort();
-        if self.supervision.state.get().is_lost() {
-            self.supervision.shared.breaker.record_connection_restored();
-        }
+    /// Whether the node is new and not connected yet. Calls wait for a connecting node of a
+    /// cluster, so that no call fails because of a slot migration.
+    pub(super) fn is_connecting(&self) -> bool {
+        !self.supervision.state.get().was_ready && Instant::now() < self.connect_by
+    }
+
+    /// Whether calls would be sent to the node, or wait for it.
+    pub(super) fn is_available(&self) -> bool {
+        self.live().is_ok() || self.is_connecting()
     }
 
     /// The connection that calls are sent on.
@@ -170,15 +184,31 @@ impl SupervisedConnection {
         ended.live.map_or(Ok(()), |live| live.map(drop))
     }
 
-    /// The configured address; `None` if sentinels name the server.
-    pub(super) fn address(&self) -> Option<&RedisAddress> {
-        self.supervision.target.address.as_ref()
-    }
-
     /// Waits for the first probed connection.
     pub(super) async fn wait_until_ready(&self) {
         let state = &self.supervision.state;
         state.wait_for(|state| state.was_ready).await;
+    }
+
+    /// Returns the number of consecutive failures.
+    pub(super) fn record_failure(&self) -> u32 {
+        let failures = self.consecutive_failures.fetch_add(1, Ordering::Relaxed);
+        failures.saturating_add(1)
+    }
+
+    pub(super) fn reset_failures(&self) {
+        if self.consecutive_failures.load(Ordering::Relaxed) != 0 {
+            self.consecutive_failures.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
+    /// lost.
+    pub(super) fn stop(&self) {
+        self.supervisor.0.abort();
+        if self.supervision.state.get().is_lost() {
+            self.supervision.shared.breaker.record_connection_restored();
+        }
     }
 }
 
@@ -189,8 +219,7 @@ impl ConnectionSupervision {
         loop {
             let started = Instant::now();
             let connected = connect_and_probe(shared, &self.target);
-            let connected = timeout(shared.settings.connect_timeout, connected).await;
-            let error = match connected.unwrap_or_else(|elapsed| Err(elapsed.into())) {
+            let error = match within(shared.settings.connect_timeout, connected).await {
                 Ok(opened) => self.serve_until_replaced(opened).await,
                 Err(error) => {
                     shared.breaker.count_failure(error.kind);
@@ -289,10 +318,10 @@ impl ConnectionSupervision {
             let login = &access.settings.credentials;
             let renewal = async {
                 open_and_probe(shared, &self.target, &access.settings, address, login).await?;
-                live.log_in(login).await
+                // If Redis rejects them, the connection keeps its user.
+                connector::log_in(&mut live.connection.clone(), login).await
             };
-            let renewal = timeout(shared.settings.connect_timeout, renewal).await;
-            match renewal.unwrap_or_else(|elapsed| Err(elapsed.into())) {
+            match within(shared.settings.connect_timeout, renewal).await {
                 Ok(()) => {
                     login_in_use = login.clone();
                     access.server_login.record_accepted(login);
@@ -311,13 +340,12 @@ impl ConnectionSupervision {
     async fn wait_until_master_changes(&self, current_address: &RedisAddress) {
         loop {
             let access = self.shared.access.get();
-            let Some(sentinels) = SentinelGroup::from_access(&access) else {
+            if access.settings.sentinel_master().is_none() {
                 return std::future::pending().await;
-            };
+            }
             let is_newer = |newer: &Arc<RedisAccess>| !Arc::ptr_eq(newer, &access);
-            let disagreements = &self.shared.sentinel_disagreements;
             tokio::select! {
-                () = sentinels.wait_for_master_change(current_address, disagreements) => return,
+                () = sentinel::wait_for_master_change(&self.shared, &access, current_address) => return,
                 _newer = self.shared.access.wait_for(is_newer) => {}
             }
         }
@@ -326,13 +354,12 @@ impl ConnectionSupervision {
 
 /// Connects to a target and probes it: with the newest login, or while that does not work with the
 /// previous one. The caller sets the deadline.
-pub(super) async fn connect_and_probe(
+async fn connect_and_probe(
     shared: &Arc<SharedRedisState>,
     target: &RedisConnectionTarget,
 ) -> Result<OpenedConnection, RedisConnectionError> {
     let access = shared.access.get();
-    let disagreements = &shared.sentinel_disagreements;
-    let address = target.resolve_address(&access, disagreements).await?;
+    let address = target.resolve_address(shared, &access).await?;
     let attempt = |login| open_and_probe(shared, target, &access.settings, &address, login);
     match access.server_login.try_logins(attempt).await {
         Ok((opened, login)) => {
@@ -379,7 +406,8 @@ async fn open_and_probe(
     }
 }
 
-async fn open(
+/// Opens a connection to an address, without a probe. `is_proxy`: no SCRIPT is sent.
+pub(super) async fn open(
     shared: &Arc<SharedRedisState>,
     settings: &RedisSettings,
     address: &RedisAddress,

@@ -1,12 +1,15 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings};
+use super::settings::{
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
+};
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError};
+use redis::{AsyncConnectionConfig, RedisConnectionInfo};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite};
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
@@ -40,15 +43,10 @@ pub(super) async fn open_connection(
     credentials: &RedisCredentials,
     database: i64,
 ) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    if let RedisDialer::Simulated(transport) = &settings.dialer {
-        let stream = transport.connect(address).await?;
-        return start_session(stream, credentials, database).await;
-    }
-    match address {
-        RedisAddress::Unix(path) => {
-            start_session(UnixStream::connect(path).await?, credentials, database).await
-        }
-        RedisAddress::Tcp { host, port } => {
+    let stream: Box<dyn RedisStream> = match (&settings.dialer, address) {
+        (RedisDialer::Simulated(transport), _) => transport.connect(address).await?,
+        (_, RedisAddress::Unix(path)) => Box::new(UnixStream::connect(path).await?),
+        (_, RedisAddress::Tcp { host, port }) => {
             let addresses = tokio::net::lookup_host((host.as_str(), *port)).await;
             let addresses: Vec<_> = addresses
                 .map_err(|error| {
@@ -58,14 +56,28 @@ pub(super) async fn open_connection(
             let socket = TcpStream::connect(addresses.as_slice()).await?;
             set_socket_options(&socket, settings.connect_timeout)?;
             match &settings.tls {
-                None => start_session(socket, credentials, database).await,
+                None => Box::new(socket),
                 Some(tls) => {
-                    let stream = start_tls(tls, host, socket, settings.connect_timeout).await?;
-                    start_session(stream, credentials, database).await
+                    Box::new(start_tls(tls, host, socket, settings.connect_timeout).await?)
                 }
             }
         }
+    };
+    // redis-rs would replace the reply to a failed login by words of its own.
+    let connection_info = RedisConnectionInfo::default().set_skip_set_lib_name();
+    // No response timeout is set here, because the callers set a deadline per call.
+    let config = AsyncConnectionConfig::new()
+        .set_response_timeout(None)
+        .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);
+    let (mut connection, driver) =
+        MultiplexedConnection::new_with_config(&connection_info, stream, config).await?;
+    let driver = AbortOnDropTask(tokio::spawn(driver));
+    log_in(&mut connection, credentials).await?;
+    if database != 0 {
+        let mut select = redis::cmd("SELECT");
+        select.arg(database).exec_async(&mut connection).await?;
     }
+    Ok((connection, driver))
 }
 
 /// Replaces the error of a connection that the server closed by what the server states about it. In
@@ -119,30 +131,6 @@ async fn start_tls(
     }
 }
 
-async fn start_session(
-    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    credentials: &RedisCredentials,
-    database: i64,
-) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    // redis-rs would replace the reply to a failed login by words of its own.
-    let connection_info = RedisConnectionInfo::default().set_skip_set_lib_name();
-    // No response timeout is set here, because the callers set a deadline per call.
-    let config = AsyncConnectionConfig::new()
-        .set_response_timeout(None)
-        .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);
-    let (mut connection, driver) =
-        MultiplexedConnection::new_with_config(&connection_info, stream, config).await?;
-    let driver = AbortOnDropTask(tokio::spawn(driver));
-    log_in(&mut connection, credentials).await?;
-    if database != 0 {
-        let _: () = redis::cmd("SELECT")
-            .arg(database)
-            .query_async(&mut connection)
-            .await?;
-    }
-    Ok((connection, driver))
-}
-
 /// Logs in. If Redis rejects the credentials, a live connection keeps its user.
 pub(super) async fn log_in(
     connection: &mut MultiplexedConnection,
@@ -155,17 +143,14 @@ pub(super) async fn log_in(
     let mut command = redis::cmd("AUTH");
     command.arg(username.as_deref());
     command.arg(password.as_ref().map_or("", RedisPassword::expose));
-    let reply: Result<(), RedisError> = command.query_async(connection).await;
-    let error: RedisConnectionError = match reply {
-        Ok(()) => return Ok(()),
-        Err(error) => error.into(),
-    };
-    // A server without any password calls the login an ordinary error.
-    let kind = match error.kind {
-        RedisErrorKind::Other => RedisErrorKind::NoAuth,
-        kind => kind,
-    };
-    Err(RedisConnectionError { kind, ..error })
+    command.exec_async(connection).await.map_err(|error| {
+        let mut error = RedisConnectionError::from(error);
+        // A server without any password calls the login an ordinary error.
+        if error.kind == RedisErrorKind::Other {
+            error.kind = RedisErrorKind::NoAuth;
+        }
+        error
+    })
 }
 
 fn set_socket_options(socket: &TcpStream, connect_timeout: Duration) -> std::io::Result<()> {

@@ -9,23 +9,25 @@ mod server_facts;
 
 pub use key_sample::{KeySample, PolicyKeySample};
 pub use permission_trial::{DenialReason, DeniedCommand};
-pub(super) use server_facts::parse_time_reply;
+pub(super) use server_facts::read_clock_once;
 pub use server_facts::{ClockReading, InfoFields, ScriptLatency, ServerFacts};
 
 use super::access::RedisAccess;
-use super::connection::PROBE_POLICY_NAME;
+use super::connection::{self, OpenedConnection, PROBE_POLICY_NAME};
 use super::connector;
-use super::error::{RedisConnectionError, RedisErrorKind};
+use super::error::{RedisConnectionError, RedisErrorKind, within};
 use super::hash_slot::HASH_SLOT_COUNT;
 use super::live_connection::is_proxy_refusal;
 use super::routing;
 use super::scripts::ScriptLibrary;
-use super::sentinel::{self, SentinelGroup};
-use super::{RedisAddress, RedisSettings, RedisTopology};
+use super::sentinel;
+use super::{RedisAddress, RedisSettings, RedisTopology, SharedRedisState};
 use crate::limiter::{Algorithm, Key, KeyBuilder};
 use futures_util::future::join_all;
+use redis::{Cmd, FromRedisValue, InfoDict, Pipeline, RedisError, Value, cmd, from_redis_value};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 /// Maximum time for connecting to one server, even if `connect_timeout` is longer.
 const MAX_CONNECT_TIME: Duration = Duration::from_secs(2);
@@ -80,19 +82,15 @@ pub async fn diagnose_redis(settings: &RedisSettings, algorithms: &[Algorithm]) 
     };
     diagnosis.omitted_servers = targets.len().saturating_sub(MAX_SERVERS);
     targets.truncate(MAX_SERVERS);
-    let scripts = ScriptLibrary::new(&settings.key_prefix);
-    let checks = targets.into_iter().map(|(address, probe_key)| {
-        let scripts = &scripts;
-        async move {
-            let result = diagnose_server(settings, scripts, &address, &probe_key, algorithms).await;
-            let result = match result {
-                Ok(facts) => Ok(facts),
-                Err(error) => Err(connector::find_refusal(&address, settings, error).await),
-            };
-            ServerDiagnosis {
-                address: address.to_string(),
-                result,
-            }
+    let shared = &SharedRedisState::new(settings.clone()).for_inspection();
+    let checks = targets.into_iter().map(|(address, probe_key)| async move {
+        let result = match diagnose_server(shared, &address, &probe_key, algorithms).await {
+            Ok(facts) => Ok(Box::new(facts)),
+            Err(error) => Err(connector::find_refusal(&address, settings, error).await),
+        };
+        ServerDiagnosis {
+            address: address.to_string(),
+            result,
         }
     });
     diagnosis.servers = join_all(checks).await;
@@ -104,16 +102,11 @@ async fn find_master(
     settings: &RedisSettings,
     diagnosis: &mut RedisDiagnosis,
 ) -> Vec<(RedisAddress, Key)> {
-    let access = RedisAccess::new(settings.clone());
-    let Some(group) = SentinelGroup::from_access(&access) else {
-        return Vec::new();
-    };
+    let access = &RedisAccess::new(settings.clone());
     let answers = settings.servers.iter().map(|sentinel| async move {
-        let master = timeout(connect_time(settings), group.query_sentinel(sentinel)).await;
-        (
-            sentinel,
-            master.unwrap_or_else(|elapsed| Err(elapsed.into())),
-        )
+        let query = sentinel::connect_and_query(access, sentinel);
+        let answer = within(connect_time(settings), query).await;
+        (sentinel, answer.map(|(_connection, master)| master))
     });
     let answers = join_all(answers).await;
     let named = answers
@@ -140,8 +133,7 @@ async fn find_cluster_masters(
     let queries = settings.servers.iter().take(MAX_SERVERS);
     let queries = queries.map(|server| async move {
         let query = routing::query_configured_server(access, server);
-        let ranges = timeout(connect_time(settings), query).await;
-        (server, ranges.unwrap_or_else(|elapsed| Err(elapsed.into())))
+        (server, within(connect_time(settings), query).await)
     });
     let mut slot_ranges = None;
     for (server, ranges) in join_all(queries).await {
@@ -175,97 +167,111 @@ async fn find_cluster_masters(
     masters
 }
 
-/// Runs all checks of a server. After [`MAX_CHECK_TIME`], the facts that are still missing are
-/// errors, and the others stay.
+/// The connection for the checks of one server. After the deadline, the facts that are still missing
+/// are errors, and nothing is sent.
+struct ServerCheck<'a> {
+    scripts: &'a ScriptLibrary,
+    opened: OpenedConnection,
+    probe_key: &'a Key,
+    deadline: Instant,
+}
+
+impl ServerCheck<'_> {
+    /// Runs one command.
+    async fn run<T: FromRedisValue>(&self, command: &Cmd) -> Result<T, RedisConnectionError> {
+        let call = async {
+            let reply = self.opened.live.send_command(command, false).await?;
+            from_redis_value(reply).map_err(RedisError::from)
+        };
+        self.finish(call).await
+    }
+
+    /// Runs commands of which each may fail, and returns their replies.
+    async fn run_pipeline(&self, pipeline: &Pipeline) -> Result<Vec<Value>, RedisConnectionError> {
+        let mut connection = self.opened.live.connection.clone();
+        let call = connection.send_packed_commands(pipeline, 0, pipeline.len());
+        self.finish(call).await
+    }
+
+    async fn finish<T>(
+        &self,
+        call: impl Future<Output = Result<T, RedisError>>,
+    ) -> Result<T, RedisConnectionError> {
+        if Instant::now() >= self.deadline {
+            return Err(deadline_error());
+        }
+        let result = timeout_at(self.deadline, call).await;
+        Ok(result.map_err(|_elapsed| deadline_error())??)
+    }
+}
+
+/// Runs all checks of a server within [`MAX_CHECK_TIME`].
 async fn diagnose_server(
-    settings: &RedisSettings,
-    scripts: &ScriptLibrary,
+    shared: &Arc<SharedRedisState>,
     address: &RedisAddress,
     probe_key: &Key,
     algorithms: &[Algorithm],
-) -> Result<Box<ServerFacts>, RedisConnectionError> {
+) -> Result<ServerFacts, RedisConnectionError> {
+    let settings = &shared.settings;
+    let open = async |is_proxy| {
+        let opened = connection::open(shared, settings, address, &settings.credentials, is_proxy);
+        within(connect_time(settings), opened).await
+    };
     let deadline = Instant::now() + MAX_CHECK_TIME;
-    let open =
-        || connector::open_connection(address, settings, &settings.credentials, settings.database);
-    let (mut connection, mut _driver) = timeout(connect_time(settings), open()).await??;
-    let is_cluster = settings.topology == RedisTopology::Cluster;
-    let empty_call = scripts.decide_command(&[], None);
+    let mut check = ServerCheck {
+        scripts: &shared.scripts,
+        opened: open(false).await?,
+        probe_key,
+        deadline,
+    };
+    let empty_call = shared.scripts.decide_command(&[], None);
     let mut is_refused = false;
     // A server may close one connection for other reasons than a proxy.
     for _ in 0..2 {
-        let empty_reply = timeout_at(deadline, empty_call.exec_async(&mut connection)).await;
-        let empty_reply = empty_reply.map_err(|_elapsed| deadline_error())?;
+        let empty_reply = timeout_at(deadline, check.opened.live.send_once(&empty_call, false));
+        let empty_reply = empty_reply.await.map_err(|_elapsed| deadline_error())?;
         // After these, the connection is closed or out of step, and a later error would hide the
         // cause.
         if let Err(error) = &empty_reply {
-            let error = RedisConnectionError::from(error);
+            let error = RedisConnectionError::from(error.clone());
             let kinds = [RedisErrorKind::Tls, RedisErrorKind::InvalidReply];
             if kinds.contains(&error.kind) || error.message.starts_with("NOAUTH") {
                 return Err(error);
             }
         }
-        is_refused = !is_cluster && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
+        is_refused =
+            !shared.is_cluster() && empty_reply.is_err_and(|error| is_proxy_refusal(&error));
         if !is_refused {
             break;
         }
-        (connection, _driver) = timeout(connect_time(settings), open()).await??;
+        check.opened = open(true).await?;
     }
     let info = if is_refused {
-        Ok(InfoFields::default())
+        Ok(InfoFields(InfoDict::new("")))
     } else {
-        finish_check(deadline, server_facts::read_info(&mut connection)).await
+        check.run(&cmd("INFO")).await.map(InfoFields)
     };
-    let info = match info {
+    match info {
         // Without a reply to the first command, there are no facts.
-        Err(error)
-            if matches!(
-                error.kind,
-                RedisErrorKind::Timeout | RedisErrorKind::Connection
-            ) =>
-        {
-            return Err(error);
-        }
+        Err(
+            error @ RedisConnectionError {
+                kind: RedisErrorKind::Timeout | RedisErrorKind::Connection,
+                ..
+            },
+        ) => Err(error),
         Ok(info) if is_refused || info.is_from_proxy() => {
-            let latency = server_facts::measure_latency(
-                &mut connection,
-                scripts,
-                probe_key,
-                algorithms,
-                deadline,
-            );
-            return Ok(Box::new(ServerFacts::from_proxy(latency.await?)));
+            let latency = check.measure_latency(algorithms).await?;
+            Ok(ServerFacts::from_proxy(latency))
         }
-        info => info,
-    };
-    let clock = server_facts::read_clock(&mut connection, deadline).await;
-    let trials = permission_trial::try_commands(&mut connection, scripts, probe_key, is_cluster);
-    let denied_commands = finish_check(deadline, trials).await;
-    let latency =
-        server_facts::measure_latency(&mut connection, scripts, probe_key, algorithms, deadline)
-            .await;
-    let keys = key_sample::sample_keys(&mut connection, scripts, deadline).await;
-    Ok(Box::new(ServerFacts {
-        is_proxy: false,
-        info,
-        clock,
-        denied_commands,
-        latency,
-        keys,
-    }))
-}
-
-/// Runs a check, or a step of one, until the deadline. After the deadline, it sends nothing.
-async fn finish_check<T, E: Into<RedisConnectionError>>(
-    deadline: Instant,
-    check: impl Future<Output = Result<T, E>>,
-) -> Result<T, RedisConnectionError> {
-    if Instant::now() >= deadline {
-        return Err(deadline_error());
+        info => Ok(ServerFacts {
+            is_proxy: false,
+            info,
+            clock: check.read_clock().await,
+            denied_commands: check.try_commands(shared.is_cluster()).await,
+            latency: check.measure_latency(algorithms).await,
+            keys: check.sample_keys().await,
+        }),
     }
-    let result = timeout_at(deadline, check).await;
-    result
-        .map_err(|_elapsed| deadline_error())?
-        .map_err(Into::into)
 }
 
 fn deadline_error() -> RedisConnectionError {

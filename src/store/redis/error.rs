@@ -5,7 +5,10 @@ use redis::{ErrorKind, RedisError, ServerErrorKind};
 use std::error::Error;
 use std::io;
 use std::sync::Arc;
+use std::time::Duration;
 use strum::{IntoStaticStr, VariantNames};
+use tokio::time::error::Elapsed;
+use tokio::time::timeout;
 use tokio_rustls::rustls;
 
 /// The remedy of a user that may not run a command.
@@ -196,8 +199,8 @@ impl From<RedisErrorKind> for RedisConnectionError {
     }
 }
 
-impl From<tokio::time::error::Elapsed> for RedisConnectionError {
-    fn from(elapsed: tokio::time::error::Elapsed) -> Self {
+impl From<Elapsed> for RedisConnectionError {
+    fn from(elapsed: Elapsed) -> Self {
         RedisErrorKind::from(elapsed).into()
     }
 }
@@ -208,9 +211,9 @@ impl From<io::Error> for RedisConnectionError {
     }
 }
 
-impl From<&RedisError> for RedisConnectionError {
-    fn from(error: &RedisError) -> Self {
-        let tls_remedy = find_tls_error(error).and_then(tls::suggest_remedy);
+impl From<RedisError> for RedisConnectionError {
+    fn from(error: RedisError) -> Self {
+        let tls_remedy = find_tls_error(&error).and_then(tls::suggest_remedy);
         let message = match (tls_remedy, error.code(), error.detail()) {
             (Some(remedy), ..) => format!("{error}; {remedy}"),
             _ if error.kind() == ErrorKind::Parse => {
@@ -220,13 +223,7 @@ impl From<&RedisError> for RedisConnectionError {
             (None, Some(code), Some(detail)) => format!("{code} {detail}"),
             _ => error.to_string(),
         };
-        Self::new(RedisErrorKind::from(error), message)
-    }
-}
-
-impl From<RedisError> for RedisConnectionError {
-    fn from(error: RedisError) -> Self {
-        Self::from(&error)
+        Self::new(RedisErrorKind::from(&error), message)
     }
 }
 
@@ -281,8 +278,8 @@ impl RedisErrorKind {
     }
 }
 
-impl From<tokio::time::error::Elapsed> for RedisErrorKind {
-    fn from(_: tokio::time::error::Elapsed) -> Self {
+impl From<Elapsed> for RedisErrorKind {
+    fn from(_: Elapsed) -> Self {
         Self::Timeout
     }
 }
@@ -307,6 +304,14 @@ impl From<&RedisError> for RedisErrorKind {
                 .join(" "),
         )
     }
+}
+
+/// Runs an attempt for at most `max_time`.
+pub(super) async fn within<T, E: From<Elapsed>>(
+    max_time: Duration,
+    attempt: impl Future<Output = Result<T, E>>,
+) -> Result<T, E> {
+    timeout(max_time, attempt).await?
 }
 
 /// Finds the error of rustls that caused an error: it is wrapped in an I/O error.

@@ -23,6 +23,22 @@ pub(super) fn hash_slot_for_name(name: &str) -> u16 {
     crc16(tag.unwrap_or(name).as_bytes()) % HASH_SLOT_COUNT
 }
 
+/// Groups items by their slot. Items of one slot stay in order.
+pub(super) fn group_by_hash_slot<T>(
+    items: impl IntoIterator<Item = T>,
+    hash_slot_of: impl Fn(&T) -> u16,
+) -> Vec<(u16, Vec<T>)> {
+    let mut groups: Vec<(u16, Vec<T>)> = Vec::new();
+    for item in items {
+        let hash_slot = hash_slot_of(&item);
+        match groups.iter_mut().find(|(other, _)| *other == hash_slot) {
+            Some((_, group)) => group.push(item),
+            None => groups.push((hash_slot, vec![item])),
+        }
+    }
+    groups
+}
+
 /// CRC-16/XMODEM, as Redis Cluster requires.
 fn crc16(bytes: &[u8]) -> u16 {
     bytes.iter().fold(0, |crc, byte| {

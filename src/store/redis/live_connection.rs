@@ -2,13 +2,13 @@
 //! replacement. [Decision 22](../../../docs/decisions/0022-redis-connections.md): how the texts of
 //! scripts reach a server.
 
-use super::connector;
-use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::RedisCredentials;
+use super::error::RedisErrorKind;
 use super::shared_state::SharedRedisState;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use redis::{
+    Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value, cmd, from_redis_value,
+};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use tokio::sync::{OnceCell, mpsc};
@@ -16,6 +16,9 @@ use tokio::sync::{OnceCell, mpsc};
 /// Consecutive timeouts after which a connection is replaced: the server may hang, or the address
 /// may lead to another server. Each caller of a call that times out counts.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
+
+/// Number of keys per step of a scan: few enough that Redis can serve requests between two steps.
+pub(super) const KEYS_PER_SCAN_STEP: u64 = 256;
 
 /// A connection to a server that ran a script and accepted its writes.
 #[derive(Debug)]
@@ -80,7 +83,8 @@ impl LiveConnection {
         answer
     }
 
-    async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
+    /// Sends a command as it is.
+    pub(super) async fn send_once(&self, command: &Cmd, is_asking: bool) -> RedisResult<Value> {
         self.shared.call_count.fetch_add(1, Ordering::Relaxed);
         let mut connection = self.connection.clone();
         let answer = if is_asking {
@@ -94,12 +98,22 @@ impl LiveConnection {
         answer.and_then(check_reply)
     }
 
-    /// Logs in with other credentials. If Redis rejects them, the connection keeps its user.
-    pub(super) async fn log_in(
+    /// Runs one step of a scan from `cursor`, at first 0. Returns the next cursor, `None` at the end,
+    /// and keys that match `pattern`.
+    /// A key that is no text is foreign, and left out.
+    pub(super) async fn scan_step(
         &self,
-        login: &RedisCredentials,
-    ) -> Result<(), RedisConnectionError> {
-        connector::log_in(&mut self.connection.clone(), login).await
+        cursor: u64,
+        pattern: &str,
+    ) -> RedisResult<(Option<u64>, Vec<String>)> {
+        let mut command = cmd("SCAN");
+        command.arg(cursor).arg("MATCH").arg(pattern);
+        command.arg("COUNT").arg(KEYS_PER_SCAN_STEP);
+        let reply = self.send_command(&command, false).await?;
+        let (cursor, keys): (u64, Vec<Vec<u8>>) = from_redis_value(reply)?;
+        let keys = keys.into_iter().map(String::from_utf8);
+        let next = (cursor != 0).then_some(cursor);
+        Ok((next, keys.filter_map(Result::ok).collect()))
     }
 
     /// Loads all scripts that were used. Later callers that find a script missing load them again,

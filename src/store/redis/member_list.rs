@@ -87,18 +87,11 @@ impl MemberList {
             })
             .filter(|member| member.heartbeat_age <= member_ttl)
             .collect();
-        members.sort_by(|a, b| a.sort_key().cmp(&b.sort_key()));
+        members.sort_by_cached_key(|member| {
+            let name = member.description.as_ref().map(|own| own.name.clone());
+            (name, member.id.clone())
+        });
         Some(Self { members, total })
-    }
-}
-
-impl FleetMember {
-    fn sort_key(&self) -> (Option<&str>, &str) {
-        let name = self
-            .description
-            .as_ref()
-            .map(|described| described.name.as_str());
-        (name, &self.id)
     }
 }
 

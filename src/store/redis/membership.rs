@@ -10,10 +10,9 @@
 //! In a cluster, only some slots may be unreachable. Usage of the other slots is written back and
 //! the process stays counted. The outage ends together for all slots that it affected.
 
-use super::error::RedisErrorKind;
-use super::node::RedisNode;
-use super::shared_state::SharedRedisState;
-use super::shared_state::new_fallback;
+use super::connection::RedisNode;
+use super::error::{RedisErrorKind, within};
+use super::shared_state::{SharedRedisState, new_fallback};
 use super::{RedisDialer, RedisStore};
 use crate::clock::saturating_micros;
 use crate::store::fallback::usage_directory::{UsageDirectory, UsageFile};
@@ -23,7 +22,7 @@ use redis::{Cmd, Value, from_redis_value};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::spawn_blocking;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep};
 
 /// Interval of heartbeats.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
@@ -185,12 +184,11 @@ async fn run_heartbeat_round(
 
 /// Writes back usage and removes the process from the membership sets.
 pub(super) async fn write_back_and_remove_member(redis: &RedisStore) {
-    let write_back_result = timeout(SHUTDOWN_WRITE_BACK_TIMEOUT, async {
+    let last_write_back = async {
         let silent = redis.find_silent_nodes().await;
         write_back(redis, redis.fallback(), &silent).await
-    })
-    .await;
-    if let Err(failure) = write_back_result.unwrap_or_else(|elapsed| Err(elapsed.into())) {
+    };
+    if let Err(failure) = within(SHUTDOWN_WRITE_BACK_TIMEOUT, last_write_back).await {
         tracing::warn!(
             kind = failure.into_str(),
             "failed to write back usage admitted without redis"
@@ -308,7 +306,7 @@ async fn run_membership_script(
 }
 
 fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
-    let (now_us, live_instances, rank, recovered_instances): (i64, i64, i64, i64) =
+    let [now_us, live_instances, rank, recovered_instances]: [i64; 4] =
         from_redis_value(reply).ok()?;
     Some(MembershipReply {
         now_us: now_us.try_into().ok()?,
@@ -319,9 +317,9 @@ fn parse_membership_reply(reply: Value) -> Option<MembershipReply> {
 }
 
 async fn run_command(redis: &RedisStore, command: &Cmd) -> Result<Value, RedisErrorKind> {
-    let (router, hash_slot) = (&redis.router, redis.membership_partition());
     let deadline = Instant::now() + redis.settings.connect_timeout;
-    router.run_on_hash_slot(hash_slot, command, deadline).await
+    let hash_slot = redis.membership_partition();
+    redis.run_on_hash_slot(hash_slot, command, deadline).await
 }
 
 /// Adds jitter to a pause, so that instances started together don't send together.

@@ -1,11 +1,11 @@
 //! Polls memory, eviction policy and clock of Redis. For operators only: no decision depends on it.
 
 use super::RedisStore;
-use super::diagnostics::{InfoFields, parse_time_reply};
+use super::diagnostics::{InfoFields, read_clock_once};
 use super::live_connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
-use redis::{Cmd, Value, cmd, from_redis_value};
+use redis::{InfoDict, cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
@@ -61,26 +61,19 @@ async fn query_server_info(
     clock: &Clock,
     call_timeout: Duration,
 ) -> ServerInfoReply {
-    let query = async |command: &Cmd| {
-        let reply = timeout(call_timeout, live.run_command(command)).await;
-        reply.ok()?.ok()
-    };
-    let memory = query(cmd("INFO").arg("memory")).await;
-    let sent_at_us = clock.wall_us();
-    let time = query(&cmd("TIME")).await;
-    // Redis read its clock at an unknown moment between: the midpoint assumes equal delays both
-    // ways.
-    let local_time_us = sent_at_us.midpoint(clock.wall_us());
+    let mut command = cmd("INFO");
+    let memory = timeout(call_timeout, live.run_command(command.arg("memory"))).await;
+    let memory = memory.ok().and_then(Result::ok);
+    let reading = timeout(call_timeout, read_clock_once(live, clock)).await;
+    let reading = reading.ok().and_then(Result::ok).flatten();
     ServerInfoReply {
-        memory: memory.and_then(parse_memory_info),
-        clock_skew_us: time
-            .and_then(parse_time_reply)
-            .and_then(|server_time_us| local_time_us.checked_signed_diff(server_time_us)),
+        memory: memory.and_then(|reply| parse_memory_info(from_redis_value(reply).ok()?)),
+        clock_skew_us: reading.and_then(|reading| reading.ahead_us.checked_neg()),
     }
 }
 
-fn parse_memory_info(info: Value) -> Option<ServerMemoryInfo> {
-    let info = InfoFields::parse(&from_redis_value::<String>(info).ok()?);
+fn parse_memory_info(info: InfoDict) -> Option<ServerMemoryInfo> {
+    let info = InfoFields(info);
     Some(ServerMemoryInfo {
         used_bytes: info.number("used_memory")?,
         max_bytes: info.number("maxmemory")?,
@@ -96,23 +89,15 @@ fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics
         .map(|info| info.memory.as_ref())
         .collect();
     let memory = memory.filter(|servers| !servers.is_empty());
-    let sum = |part: fn(&ServerMemoryInfo) -> u64| {
-        memory
-            .as_ref()
-            .map(|servers| servers.iter().map(|server| part(server)).sum())
+    let sum = |part: fn(&ServerMemoryInfo) -> Option<u64>| -> Option<u64> {
+        memory.as_ref()?.iter().map(|server| part(server)).sum()
     };
-    let is_bounded = memory
-        .as_ref()
-        .is_some_and(|servers| servers.iter().all(|server| server.max_bytes > 0));
-    let skew = server_infos
-        .iter()
-        .filter_map(|info| info.clock_skew_us)
-        .max_by_key(|skew| skew.unsigned_abs());
+    let skews = server_infos.iter().filter_map(|info| info.clock_skew_us);
     RedisServerMetrics {
-        memory_bytes: sum(|server| server.used_bytes),
-        memory_max_bytes: sum(|server| server.max_bytes).filter(|_| is_bounded),
+        memory_bytes: sum(|server| Some(server.used_bytes)),
+        memory_max_bytes: sum(|server| Some(server.max_bytes).filter(|bytes| *bytes > 0)),
+        clock_skew_us: skews.max_by_key(|skew| skew.unsigned_abs()),
         may_evict: memory.map(|servers| servers.iter().any(|server| server.may_evict())),
-        clock_skew_us: skew,
         ..RedisServerMetrics::default()
     }
 }
@@ -120,16 +105,14 @@ fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics
 /// Warns once per change of the policy: a Redis that evicts keys loses usage.
 fn warn_about_eviction(server_infos: &[ServerInfoReply], warned_policy: &mut Option<String>) {
     let memories = || server_infos.iter().filter_map(|info| info.memory.as_ref());
-    let Some(policy) = memories()
-        .find(|server| server.may_evict())
-        .map(|one| &one.eviction_policy)
-    else {
+    let Some(server) = memories().find(|server| server.may_evict()) else {
         // A server without a reply may still evict keys.
         if memories().next().is_some() {
             *warned_policy = None;
         }
         return;
     };
+    let policy = &server.eviction_policy;
     if warned_policy.as_ref() != Some(policy) {
         tracing::warn!(
             maxmemory_policy = policy,
@@ -161,10 +144,10 @@ mod tests {
     }
 
     #[test]
-    fn parses_info_memory_and_time_replies() {
+    fn parses_info_memory() {
         let info = "# Memory\r\nused_memory:1048576\r\nused_memory_human:1.00M\r\nmaxmemory:2097152\r\n\
                     maxmemory_human:2.00M\r\nmaxmemory_policy:allkeys-lru\r\n";
-        let memory = parse_memory_info(Value::BulkString(info.into()));
+        let memory = parse_memory_info(InfoDict::new(info));
         assert_eq!(
             memory,
             Some(ServerMemoryInfo {
@@ -174,16 +157,9 @@ mod tests {
             })
         );
         assert_eq!(
-            parse_memory_info(Value::BulkString(b"used_memory:many\r\n".to_vec())),
+            parse_memory_info(InfoDict::new("used_memory:many\r\n")),
             None
         );
-        let reply = ["7", "000250"]
-            .map(|text| Value::BulkString(text.into()))
-            .to_vec();
-        assert_eq!(parse_time_reply(Value::Array(reply)), Some(7_000_250));
-        assert_eq!(parse_time_reply(Value::Nil), None);
-        let reply = [7, 7_000_250].map(Value::Int).to_vec();
-        assert_eq!(parse_time_reply(Value::Array(reply)), None, "Envoy's reply");
     }
 
     #[test]

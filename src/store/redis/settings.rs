@@ -110,6 +110,16 @@ pub struct RedisCredentials {
 
 pub type RedisPassword = SecretText;
 
+impl RedisSettings {
+    /// The name of the master in the sentinels' configuration; `None` for other topologies.
+    pub(super) fn sentinel_master(&self) -> Option<&str> {
+        match &self.topology {
+            RedisTopology::Sentinel { master, .. } => Some(master),
+            RedisTopology::Standalone | RedisTopology::Cluster => None,
+        }
+    }
+}
+
 /// The addresses as readable text, with the topology if it is not one server.
 impl fmt::Display for RedisSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -120,21 +130,6 @@ impl fmt::Display for RedisSettings {
         }
         let addresses: Vec<String> = self.servers.iter().map(ToString::to_string).collect();
         f.write_str(&addresses.join(", "))
-    }
-}
-
-impl RedisAddress {
-    /// Parses an address as another server writes it: `host:port`, IPv6 with or without brackets.
-    pub(super) fn parse(text: &str) -> Option<Self> {
-        let (host, port) = text.rsplit_once(':')?;
-        let host = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'))
-            .unwrap_or(host);
-        Some(Self::Tcp {
-            host: host.to_owned(),
-            port: port.parse().ok()?,
-        })
     }
 }
 

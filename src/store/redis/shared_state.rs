@@ -1,11 +1,10 @@
 //! State that all workers of the process share: settings, circuit breaker, counters.
 
 use super::access::RedisAccess;
-use super::circuit_breaker::{RedisCircuitBreaker, RedisOutage};
+use super::circuit_breaker::{PROBLEM_LOG_INTERVAL, RedisCircuitBreaker, RedisOutage};
 use super::hash_slot::{hash_slot_for_key, hash_slot_for_name};
 use super::member_list::MemberDescription;
 use super::scripts::ScriptLibrary;
-use super::sentinel::SentinelDisagreements;
 use super::settings::{RedisSettings, RedisTopology};
 use super::watched_value::WatchedValue;
 use crate::clock::{Clock, saturating_micros};
@@ -13,6 +12,7 @@ use crate::limiter::{Charge, CounterRef, Key};
 use crate::store::fallback::SINGLE_PARTITION;
 use crate::store::fallback::usage_directory::UsageDirectory;
 use crate::store::{FallbackStore, MemoryStore, StoreUnavailable};
+use crate::telemetry::LogThrottle;
 use crate::telemetry::metrics::RedisServerMetrics;
 use parking_lot::Mutex;
 use std::collections::hash_map::RandomState;
@@ -45,7 +45,9 @@ pub struct SharedRedisState {
     pub(super) call_count: AtomicU64,
     /// Memory, eviction policy and clock of Redis, as last polled. Empty while no server answers.
     pub(super) server_info: Mutex<RedisServerMetrics>,
-    pub(super) sentinel_disagreements: SentinelDisagreements,
+    /// Checks that found sentinels with different masters.
+    pub(super) sentinel_disagreement_count: AtomicU64,
+    pub(super) sentinel_disagreement_log: LogThrottle,
     pub(super) fallback: FallbackStore,
     /// The counters of `scope = "instance"`, shared by all workers.
     pub(super) instance_counters: Arc<MemoryStore>,
@@ -80,31 +82,22 @@ impl SharedRedisState {
 
     /// [`Self::new`] with a chosen clock and a chosen id of the process: for simulations.
     pub fn for_instance(settings: RedisSettings, clock: Clock, instance_id: &str) -> Arc<Self> {
-        let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
-        let log_address = Some(settings.to_string());
-        Self::with_instance_counters(
-            settings,
-            clock,
-            instance_id,
-            Arc::new(counters),
-            log_address,
-        )
+        Arc::new(Self::build(settings, clock, instance_id))
     }
 
-    fn with_instance_counters(
-        settings: RedisSettings,
-        clock: Clock,
-        instance_id: &str,
-        instance_counters: Arc<MemoryStore>,
-        log_address: Option<String>,
-    ) -> Arc<Self> {
-        Arc::new(Self {
-            instance_counters,
+    fn build(settings: RedisSettings, clock: Clock, instance_id: &str) -> Self {
+        let counters = MemoryStore::new(settings.instance_counter_bounds, clock.clone());
+        Self {
+            instance_counters: Arc::new(counters),
             scripts: ScriptLibrary::with_clock(&settings.key_prefix, clock.clone()),
-            breaker: RedisCircuitBreaker::new(log_address, settings.breaker_failures),
+            breaker: RedisCircuitBreaker::new(
+                Some(settings.to_string()),
+                settings.breaker_failures,
+            ),
             call_count: AtomicU64::new(0),
             server_info: Mutex::default(),
-            sentinel_disagreements: SentinelDisagreements::default(),
+            sentinel_disagreement_count: AtomicU64::new(0),
+            sentinel_disagreement_log: LogThrottle::new(PROBLEM_LOG_INTERVAL),
             fallback: new_fallback(&settings, clock.clone()),
             usage_directory: settings.state_dir.as_ref().map(|path| {
                 let is_cluster = settings.topology == RedisTopology::Cluster;
@@ -119,7 +112,7 @@ impl SharedRedisState {
             script_text_notice: Once::new(),
             access: WatchedValue::new(Arc::new(RedisAccess::new(settings.clone()))),
             settings,
-        })
+        }
     }
 
     /// Sets the description of the process in its heartbeats. Call it before any worker joins the
@@ -142,20 +135,13 @@ impl SharedRedisState {
     #[must_use]
     pub fn for_inspection(&self) -> Arc<Self> {
         let access = self.access.get();
-        let shared = Self::with_instance_counters(
-            access.settings.clone(),
-            Clock::system(),
-            instance_id(),
-            Arc::clone(&self.instance_counters),
-            None,
-        );
+        let mut shared = Self::build(access.settings.clone(), Clock::system(), instance_id());
+        shared.instance_counters = Arc::clone(&self.instance_counters);
+        shared.breaker.log_address = None;
         shared.script_text_notice.call_once(|| ());
-        shared.access.set(access);
-        let is_behind_proxy = self.is_behind_proxy();
-        shared
-            .is_behind_proxy
-            .store(is_behind_proxy, Ordering::Relaxed);
-        shared
+        shared.access = WatchedValue::new(access);
+        shared.is_behind_proxy = AtomicBool::new(self.is_behind_proxy());
+        Arc::new(shared)
     }
 
     /// Uses the logins and TLS of `newer` from now on. New connections use both, and live
@@ -212,7 +198,7 @@ impl SharedRedisState {
     pub fn server_info(&self) -> RedisServerMetrics {
         RedisServerMetrics {
             calls: self.call_count.load(Ordering::Relaxed),
-            sentinel_disagreements: self.sentinel_disagreements.count(),
+            sentinel_disagreements: self.sentinel_disagreement_count.load(Ordering::Relaxed),
             override_changes: self.fallback.override_change_count.load(Ordering::Relaxed),
             foreign_overrides: self.breaker.foreign_override_count.load(Ordering::Relaxed),
             ..*self.server_info.lock()

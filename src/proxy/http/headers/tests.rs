@@ -394,7 +394,10 @@ fn a_granted_upgrade_is_forwarded_to_the_client() {
     let body = [("content-length", "5"), ("sec-websocket-protocol", "chat")];
     let key = HeaderValue::from_static("dGhlIHNhbXBsZSBub25jZQ==");
     let proof = ("sec-websocket-accept", "s3pPLMBiTxaQ9kYGzzhZRbK+xOo=");
-    let http1_upgrade = |websocket_key| RequestedProtocolSwitch::Http1Upgrade { websocket_key };
+    let http1_upgrade = |websocket_key| RequestedProtocolSwitch {
+        is_extended_connect: false,
+        websocket_key,
+    };
     let fields = [proof, body[0], body[1]];
     let parts =
         switch_protocols(&http1_upgrade(Some(key.clone())), Version::HTTP_11, &fields).unwrap();
@@ -416,7 +419,10 @@ fn a_granted_upgrade_is_forwarded_to_the_client() {
         assert_eq!(refused, ResponseValidationError::InvalidWebSocketAccept);
     }
 
-    let wanted = RequestedProtocolSwitch::Http2WebSocket(key);
+    let wanted = RequestedProtocolSwitch {
+        is_extended_connect: true,
+        websocket_key: Some(key),
+    };
     let parts = switch_protocols(&wanted, Version::HTTP_2, &[proof, body[1]]).unwrap();
     let expected = [
         ("sec-websocket-protocol", vec!["chat"]),
@@ -465,7 +471,10 @@ proptest! {
             client: ClientAddress { ip: peer, is_peer_trusted: true },
             ..forwarding_context(PEER_IP, None)
         };
-        append_x_forwarded_for(&mut headers, &hop);
+        let request = http::Request::builder().header("host", "a");
+        let mut parts = request.body(()).unwrap().into_parts().0;
+        let target = request_validation::validate_and_rewrite_request(&mut parts, &|_| false);
+        append_forwarded(&mut headers, &target.unwrap(), &hop, "http");
         let after: Vec<_> = headers.get_all(&X_FORWARDED_FOR).iter().collect();
         prop_assert_eq!(after.len(), 1);
         let text = after[0].as_bytes();

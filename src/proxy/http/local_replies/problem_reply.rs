@@ -10,7 +10,7 @@ use crate::policy::RejectResponse;
 use crate::proxy::http::headers::integer_header_value;
 
 static PROXY_STATUS: HeaderName = HeaderName::from_static("proxy-status");
-static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+pub(crate) static GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
 static GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
 /// Header count of a typical rejection. Space for as many is reserved, which is cheaper than
@@ -42,6 +42,8 @@ pub(crate) struct ProblemReply<'a> {
     /// draft does.
     pub(crate) violated_limits: &'a [&'a str],
     pub(crate) retry: Option<RetryHint>,
+    /// Custom response of the policy, instead of the standard one.
+    pub(crate) custom_response: Option<&'a RejectResponse>,
 }
 
 impl<'a> ProblemReply<'a> {
@@ -56,20 +58,14 @@ impl<'a> ProblemReply<'a> {
             policy: None,
             violated_limits: &[],
             retry: None,
+            custom_response: None,
         }
     }
 
-    pub(crate) fn build_standard(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
-        self.build_custom_or_standard(None, style)
-    }
-
-    /// Builds the reply with the policy's custom response, or the standard reply if that is `None`.
-    /// A gRPC client always gets a gRPC status.
-    pub(crate) fn build_custom_or_standard(
-        &self,
-        custom_response: Option<&RejectResponse>,
-        style: ReplyStyle<'_>,
-    ) -> Response<Bytes> {
+    /// Builds the reply with the policy's custom response, if any. A gRPC client always gets a gRPC
+    /// status.
+    pub(crate) fn build(&self, style: ReplyStyle<'_>) -> Response<Bytes> {
+        let custom_response = self.custom_response;
         let build = |content_type, body| {
             let custom_status = custom_response.and_then(|custom| custom.status);
             build_response_with_optional_body(
@@ -80,7 +76,7 @@ impl<'a> ProblemReply<'a> {
             )
         };
         let mut response = match (style.format, custom_response) {
-            (ReplyFormat::Grpc, _) => self.to_grpc_response(),
+            (ReplyFormat::Grpc, _) => build_grpc_error(self.grpc_status, &self.detail),
             (_, Some(custom)) => build(custom.content_type.clone(), custom.body.clone()),
             (ReplyFormat::Json, None) => build(
                 HeaderValue::from_static("application/problem+json"),
@@ -106,22 +102,6 @@ impl<'a> ProblemReply<'a> {
             headers.insert(&PROXY_STATUS, status);
         }
         style.cors.write_headers(headers);
-        response
-    }
-
-    /// Builds a gRPC Trailers-Only response: HTTP status 200, the gRPC status in the headers and no
-    /// body.
-    fn to_grpc_response(&self) -> Response<Bytes> {
-        let mut response = Response::new(Bytes::new());
-        let headers = response.headers_mut();
-        headers.insert(
-            header::CONTENT_TYPE,
-            HeaderValue::from_static("application/grpc"),
-        );
-        headers.insert(&GRPC_STATUS, HeaderValue::from(u16::from(self.grpc_status)));
-        if let Ok(message) = HeaderValue::try_from(percent_encode_grpc_message(&self.detail)) {
-            headers.insert(&GRPC_MESSAGE, message);
-        }
         response
     }
 
@@ -156,6 +136,22 @@ impl<'a> ProblemReply<'a> {
         out.push(b'}');
         out
     }
+}
+
+/// Builds a gRPC Trailers-Only response: HTTP status 200, the gRPC status in the headers and no
+/// body.
+pub(crate) fn build_grpc_error(status: u8, message: &str) -> Response<Bytes> {
+    let mut response = Response::new(Bytes::new());
+    let headers = response.headers_mut();
+    headers.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/grpc"),
+    );
+    headers.insert(&GRPC_STATUS, HeaderValue::from(u16::from(status)));
+    if let Ok(message) = HeaderValue::try_from(percent_encode_grpc_message(message)) {
+        headers.insert(&GRPC_MESSAGE, message);
+    }
+    response
 }
 
 pub(crate) fn build_response_with_optional_body(

@@ -418,7 +418,8 @@ fn an_upgrade_is_forwarded_with_all_its_values() {
     ]));
     assert_eq!(
         target.upgrade_request,
-        Some(RequestedProtocolSwitch::Http1Upgrade {
+        Some(RequestedProtocolSwitch {
+            is_extended_connect: false,
             websocket_key: None
         })
     );
@@ -521,7 +522,10 @@ fn extended_connect_becomes_a_websocket_handshake() {
         .collect::<Vec<_>>();
     assert_eq!(
         target.upgrade_request,
-        Some(RequestedProtocolSwitch::Http2WebSocket(key[0].clone()))
+        Some(RequestedProtocolSwitch {
+            is_extended_connect: true,
+            websocket_key: Some(key[0].clone())
+        })
     );
     assert_eq!((key.len(), key[0].len()), (1, 24));
     assert_eq!(

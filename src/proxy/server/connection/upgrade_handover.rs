@@ -91,10 +91,11 @@ impl UpgradedRequest {
             sending.await;
             pending().await
         };
+        // The sending half is first: its end does not wake the tunnel, which has to see it.
         tokio::select! {
             biased;
-            () = tunnel => {}
             () = sending => {}
+            () = tunnel => {}
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Both halves of an HTTP/2 stream: uploads, response bodies and tunnels.
+//! Both halves of an HTTP/2 stream: uploads and response bodies.
 //!
 //! Received data is copied out of h2 while the client does not read. h2 keeps every unread DATA
 //! frame and closes a connection with too many small ones, although they belong to the response of
 //! one slow client. See `docs/decisions/0083-library-guards.md`.
 
-use bytes::{Buf, Bytes, BytesMut};
+use bytes::{Bytes, BytesMut};
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, HeaderValue, header};
 use http_body::{Body, Frame, SizeHint};
@@ -12,19 +12,14 @@ use smallvec::SmallVec;
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
-use std::io;
 use std::pin::Pin;
 use std::rc::{Rc, Weak};
 use std::task::{Context, Poll, Waker, ready};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::task::AbortHandle;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::proxy::body::request::RequestBody;
-use crate::proxy::connection_io::move_buffered_bytes;
-use crate::proxy::http::header_lines;
-use crate::proxy::http::header_lines::remove_headers;
+use crate::proxy::http::header_lines::{self, remove_headers};
 use crate::proxy::upstream::connector::READ_ALLOWANCE_BYTES;
-use crate::proxy::upstream::pool::UpstreamConnection;
 
 /// Budget of h2 for the overhead of unread DATA frames, 256 bytes each. Two allowances of the
 /// smallest frames, which have 10 bytes, do not exhaust it.
@@ -39,14 +34,11 @@ const MIN_LISTED_STREAMS: usize = 256;
 
 /// The streams of one connection whose data has not ended.
 #[derive(Debug, Default)]
-pub(crate) struct ReceivedStreams(RefCell<Vec<Weak<RefCell<StreamState>>>>);
+pub(crate) struct ReceivedStreams(RefCell<Vec<Weak<RefCell<ReceivedStream>>>>);
 
-/// The receiving half of a stream, for the reader of its data.
+/// The receiving half of a stream. The connection and the reader of the data share it.
 #[derive(Debug)]
-pub(crate) struct ReceivedStream(Rc<RefCell<StreamState>>);
-
-#[derive(Debug)]
-struct StreamState {
+pub(crate) struct ReceivedStream {
     stream: RecvStream,
     /// Data that was collected, oldest first.
     collected: VecDeque<Bytes>,
@@ -59,8 +51,8 @@ struct StreamState {
 }
 
 impl ReceivedStreams {
-    pub(crate) fn add(&self, stream: RecvStream) -> ReceivedStream {
-        let state = Rc::new(RefCell::new(StreamState {
+    pub(crate) fn add(&self, stream: RecvStream) -> Rc<RefCell<ReceivedStream>> {
+        let state = Rc::new(RefCell::new(ReceivedStream {
             stream,
             collected: VecDeque::new(),
             copied: BytesMut::new(),
@@ -72,7 +64,7 @@ impl ReceivedStreams {
             streams.retain(|stream| stream.strong_count() > 0);
         }
         streams.push(Rc::downgrade(&state));
-        ReceivedStream(state)
+        state
     }
 
     /// Takes the unread frames of all streams out of h2. Flow control bounds their bytes.
@@ -88,41 +80,28 @@ impl ReceivedStreams {
 }
 
 impl ReceivedStream {
-    /// Polls for data. The caller releases the capacity of the data that it used.
-    pub(crate) fn poll_data(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
-        self.0.borrow_mut().poll_data(cx)
-    }
-
     /// Takes the unread frames out of h2. Fails if the stream has failed after them.
-    pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
-        let mut state = self.0.borrow_mut();
-        state.collect();
-        state.error.take().map_or(Ok(()), Err)
+    fn check_received(&mut self) -> Result<(), h2::Error> {
+        self.collect();
+        self.error.take().map_or(Ok(()), Err)
     }
 
-    pub(crate) fn poll_trailers(
-        &self,
+    fn is_end_stream(&self) -> bool {
+        self.stream.is_end_stream()
+            && self.collected.is_empty()
+            && self.copied.is_empty()
+            && self.error.is_none()
+    }
+
+    pub(crate) fn release_capacity(&mut self, bytes: usize) -> Result<(), h2::Error> {
+        self.stream.flow_control().release_capacity(bytes)
+    }
+
+    /// Polls for data. The caller releases the capacity of the data that it used.
+    pub(crate) fn poll_data(
+        &mut self,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<Option<HeaderMap>, h2::Error>> {
-        self.0.borrow_mut().stream.poll_trailers(cx)
-    }
-
-    pub(crate) fn release_capacity(&self, bytes: usize) -> Result<(), h2::Error> {
-        let mut state = self.0.borrow_mut();
-        state.stream.flow_control().release_capacity(bytes)
-    }
-
-    pub(crate) fn is_end_stream(&self) -> bool {
-        let state = self.0.borrow();
-        state.stream.is_end_stream()
-            && state.collected.is_empty()
-            && state.copied.is_empty()
-            && state.error.is_none()
-    }
-}
-
-impl StreamState {
-    fn poll_data(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, h2::Error>>> {
+    ) -> Poll<Option<Result<Bytes, h2::Error>>> {
         if let Some(data) = self.collected.pop_front() {
             return Poll::Ready(Some(Ok(data)));
         }
@@ -173,14 +152,14 @@ impl StreamState {
 /// A response body, received from an HTTP/2 stream.
 #[derive(Debug)]
 pub(crate) struct Http2ResponseBody {
-    stream: ReceivedStream,
+    stream: Rc<RefCell<ReceivedStream>>,
     /// Unreceived bytes of the declared `Content-Length`; `None` without a length.
     remaining_bytes: Option<u64>,
     data_ended: bool,
 }
 
 impl Http2ResponseBody {
-    pub(crate) fn new(stream: ReceivedStream, headers: &HeaderMap) -> Self {
+    pub(crate) fn new(stream: Rc<RefCell<ReceivedStream>>, headers: &HeaderMap) -> Self {
         let length = headers.get(header::CONTENT_LENGTH);
         let length = length.and_then(|length| length.to_str().ok()?.parse().ok());
         Self {
@@ -196,10 +175,11 @@ impl Http2ResponseBody {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, h2::Error>>> {
+        let mut stream = self.stream.borrow_mut();
         if !self.data_ended {
-            match ready!(self.stream.poll_data(cx)) {
+            match ready!(stream.poll_data(cx)) {
                 Some(Ok(data)) => {
-                    self.stream.release_capacity(data.len())?;
+                    stream.release_capacity(data.len())?;
                     if let Some(remaining) = &mut self.remaining_bytes {
                         *remaining = remaining.saturating_sub(data.len() as u64);
                     }
@@ -209,7 +189,8 @@ impl Http2ResponseBody {
                 None => self.data_ended = true,
             }
         }
-        self.stream
+        stream
+            .stream
             .poll_trailers(cx)
             .map(|trailers| trailers.map(|some| some.map(Frame::trailers)).transpose())
     }
@@ -217,15 +198,16 @@ impl Http2ResponseBody {
     /// # Errors
     /// Fails if the stream has failed by now, also if data before it is unread.
     pub(crate) fn check_received(&self) -> Result<(), h2::Error> {
-        if self.stream.is_end_stream() {
+        let mut stream = self.stream.borrow_mut();
+        if stream.is_end_stream() {
             Ok(())
         } else {
-            self.stream.check_received()
+            stream.check_received()
         }
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
-        self.stream.is_end_stream()
+        self.stream.borrow().is_end_stream()
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
@@ -234,36 +216,24 @@ impl Http2ResponseBody {
     }
 }
 
-/// Handle of a request body upload. Dropping it aborts the upload.
-#[derive(Debug)]
-pub(crate) struct BodyUpload(AbortHandle);
-
-impl BodyUpload {
-    /// Sends as much of `body` as the upstream's window allows, then spawns a task for the rest.
-    /// Returns `None` if no rest remains. Removes trailers that are not named in
-    /// `declared_trailers`, the validated `Trailer` values.
-    pub(crate) async fn start(
-        body: RequestBody,
-        stream: SendStream<Bytes>,
-        declared_trailers: SmallVec<[HeaderValue; 1]>,
-    ) -> Option<Self> {
-        let mut upload = BodyUploadFuture {
-            body,
-            stream,
-            declared_trailers,
-            pending_chunk: Bytes::new(),
-            is_last: false,
-        };
-        let first = poll_fn(|cx| Poll::Ready(Pin::new(&mut upload).poll(cx))).await;
-        let spawn = || tokio::task::spawn_local(upload).abort_handle();
-        first.is_pending().then(|| Self(spawn()))
-    }
-}
-
-impl Drop for BodyUpload {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
+/// Sends as much of `body` as the upstream's window allows, then spawns a task for the rest.
+/// Returns `None` if no rest remains. Removes trailers that are not named in `declared_trailers`,
+/// the validated `Trailer` values.
+pub(crate) async fn start_upload(
+    body: RequestBody,
+    stream: SendStream<Bytes>,
+    declared_trailers: SmallVec<[HeaderValue; 1]>,
+) -> Option<AbortOnDropHandle<Result<(), h2::Error>>> {
+    let mut upload = BodyUploadFuture {
+        body,
+        stream,
+        declared_trailers,
+        pending_chunk: Bytes::new(),
+        is_last: false,
+    };
+    let first = poll_fn(|cx| Poll::Ready(Pin::new(&mut upload).poll(cx))).await;
+    let spawn = || AbortOnDropHandle::new(tokio::task::spawn_local(upload));
+    first.is_pending().then(spawn)
 }
 
 struct BodyUploadFuture {
@@ -277,64 +247,57 @@ struct BodyUploadFuture {
 }
 
 impl Future for BodyUploadFuture {
-    type Output = ();
+    /// Stream errors are ignored, because the response future reports them.
+    type Output = Result<(), h2::Error>;
 
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = self.get_mut();
-        // Stream errors are ignored here because the response future reports them.
-        this.poll_upload(cx).map(|_sent| ())
-    }
-}
-
-impl BodyUploadFuture {
-    fn poll_upload(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), h2::Error>> {
         loop {
             // The upload ends if the upstream reset the stream to stop reading the body.
-            if self.stream.poll_reset(cx).is_ready() {
+            if this.stream.poll_reset(cx).is_ready() {
                 return Poll::Ready(Ok(()));
             }
-            while !self.pending_chunk.is_empty() {
-                let pending = self.pending_chunk.len();
-                let capacity = ready!(poll_send_capacity(&mut self.stream, pending, cx))?;
-                let chunk = self.pending_chunk.split_to(capacity.min(pending));
-                let ends_stream = self.is_last && self.pending_chunk.is_empty();
-                self.stream.send_data(chunk, ends_stream)?;
+            while !this.pending_chunk.is_empty() {
+                let pending = this.pending_chunk.len();
+                let capacity = ready!(poll_send_capacity(&mut this.stream, pending, cx))?;
+                let chunk = this.pending_chunk.split_to(capacity.min(pending));
+                let ends_stream = this.is_last && this.pending_chunk.is_empty();
+                this.stream.send_data(chunk, ends_stream)?;
                 if ends_stream {
                     return Poll::Ready(Ok(()));
                 }
             }
-            match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+            match ready!(Pin::new(&mut this.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(chunk) => {
-                        self.is_last = self.body.is_end_stream();
-                        if chunk.is_empty() && self.is_last {
-                            return Poll::Ready(self.stream.send_data(chunk, true));
+                        this.is_last = this.body.is_end_stream();
+                        if chunk.is_empty() && this.is_last {
+                            return Poll::Ready(this.stream.send_data(chunk, true));
                         }
-                        self.pending_chunk = chunk;
+                        this.pending_chunk = chunk;
                     }
-                    Err(frame) => return Poll::Ready(self.finish_with_declared_trailers(frame)),
+                    Err(frame) => {
+                        let mut trailers = frame.into_trailers().unwrap_or_default();
+                        remove_headers(&mut trailers, |name| {
+                            let declared = this.declared_trailers.iter();
+                            let mut declared = declared.flat_map(header_lines::list_elements);
+                            !declared
+                                .any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
+                        });
+                        return Poll::Ready(if trailers.is_empty() {
+                            this.stream.send_data(Bytes::new(), true)
+                        } else {
+                            this.stream.send_trailers(trailers)
+                        });
+                    }
                 },
-                None => return Poll::Ready(self.stream.send_data(Bytes::new(), true)),
+                None => return Poll::Ready(this.stream.send_data(Bytes::new(), true)),
                 // The stream is reset after a body error: a truncated body must not look complete.
                 Some(Err(_reported_by_progress)) => {
-                    self.stream.send_reset(Reason::CANCEL);
+                    this.stream.send_reset(Reason::CANCEL);
                     return Poll::Ready(Ok(()));
                 }
             }
-        }
-    }
-
-    fn finish_with_declared_trailers(&mut self, frame: Frame<Bytes>) -> Result<(), h2::Error> {
-        let mut trailers = frame.into_trailers().unwrap_or_default();
-        remove_headers(&mut trailers, |name| {
-            let declared = self.declared_trailers.iter();
-            let mut declared = declared.flat_map(header_lines::list_elements);
-            !declared.any(|item| item.eq_ignore_ascii_case(name.as_str().as_bytes()))
-        });
-        if trailers.is_empty() {
-            self.stream.send_data(Bytes::new(), true)
-        } else {
-            self.stream.send_trailers(trailers)
         }
     }
 }
@@ -355,92 +318,5 @@ pub(crate) fn poll_send_capacity(
             },
             capacity => return Poll::Ready(Ok(capacity)),
         }
-    }
-}
-
-/// Maximum size of one write to the HTTP/2 stream of a tunnel.
-const MAX_TUNNEL_CHUNK_BYTES: usize = 16 * 1024;
-
-/// An HTTP/2 stream as a bidirectional byte stream. Dropping it before both directions have ended
-/// resets the HTTP/2 stream.
-#[derive(Debug)]
-pub(crate) struct Http2TunnelIo {
-    send_stream: SendStream<Bytes>,
-    recv_stream: ReceivedStream,
-    read_buffer: Bytes,
-    write_closed: bool,
-    _connection: Box<UpstreamConnection>,
-}
-
-impl Http2TunnelIo {
-    pub(crate) fn new(
-        send_stream: SendStream<Bytes>,
-        recv_stream: ReceivedStream,
-        connection: Box<UpstreamConnection>,
-    ) -> Self {
-        Self {
-            send_stream,
-            recv_stream,
-            read_buffer: Bytes::new(),
-            write_closed: false,
-            _connection: connection,
-        }
-    }
-}
-
-impl AsyncRead for Http2TunnelIo {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        while this.read_buffer.is_empty() {
-            match ready!(this.recv_stream.poll_data(cx)) {
-                Some(data) => this.read_buffer = data.map_err(io::Error::other)?,
-                None => return Poll::Ready(Ok(())),
-            }
-        }
-        let before = this.read_buffer.len();
-        move_buffered_bytes(&mut this.read_buffer, into);
-        // The receive window reopens only for data that the reader has taken.
-        let released = this
-            .recv_stream
-            .release_capacity(before - this.read_buffer.len());
-        Poll::Ready(released.map_err(io::Error::other))
-    }
-}
-
-impl AsyncWrite for Http2TunnelIo {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        mut bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let requested_bytes = bytes.len().min(MAX_TUNNEL_CHUNK_BYTES);
-        let capacity = ready!(poll_send_capacity(
-            &mut this.send_stream,
-            requested_bytes,
-            cx
-        ));
-        let capacity = capacity.map_err(io::Error::other)?;
-        let chunk = bytes.copy_to_bytes(capacity.min(requested_bytes));
-        let taken = chunk.len();
-        let sent = this.send_stream.send_data(chunk, false);
-        Poll::Ready(sent.map(|()| taken).map_err(io::Error::other))
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, _cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if std::mem::replace(&mut this.write_closed, true) {
-            return Poll::Ready(Ok(()));
-        }
-        let sent = this.send_stream.send_data(Bytes::new(), true);
-        Poll::Ready(sent.map_err(io::Error::other))
     }
 }

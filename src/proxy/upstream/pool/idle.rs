@@ -9,7 +9,7 @@ use tokio::net::lookup_host;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
-use super::UpstreamPool;
+use super::UpstreamClient;
 use super::{ConnectionProtocol, UpstreamConnection};
 use crate::proxy::UpstreamUrl;
 use crate::proxy::upstream::http2::Http2Connection;
@@ -18,7 +18,7 @@ use crate::proxy::upstream::http2::Http2Connection;
 const SWEEP_INTERVAL_RANGE: (Duration, Duration) =
     (Duration::from_millis(50), Duration::from_secs(5));
 
-impl UpstreamPool {
+impl UpstreamClient {
     /// Updates the pool after a request on `http2_connection`, or the connection itself, has ended:
     /// drops, retires or reuses the connection.
     pub(crate) fn handle_stream_end(self: &Rc<Self>, http2_connection: &Rc<Http2Connection>) {
@@ -70,7 +70,11 @@ impl UpstreamPool {
         }
         connection.idle_since = Some(Instant::now());
         if self.shared.queued_requests.load(Ordering::SeqCst) > 0 {
-            self.hand_to_waiter_or_close(connection);
+            if !self.should_yield_to_other_workers()
+                && let Some(waiter) = self.pop_waiter()
+            {
+                drop(waiter.send(Ok(Some(connection))));
+            }
         } else {
             self.keep_idle(connection);
         }
@@ -129,7 +133,7 @@ impl UpstreamPool {
 }
 
 pub(crate) async fn run_idle_sweeper(
-    pool: Weak<UpstreamPool>,
+    pool: Weak<UpstreamClient>,
     mut queue_signal: watch::Receiver<()>,
 ) {
     while let Some(pool) = pool.upgrade() {
@@ -146,14 +150,22 @@ pub(crate) async fn run_idle_sweeper(
 
 /// Resolves the upstream's name periodically and applies the result, for as long as the pool
 /// exists.
-pub(crate) async fn watch_dns_addresses(pool: Weak<UpstreamPool>) {
+pub(crate) async fn watch_dns_addresses(pool: Weak<UpstreamClient>) {
     loop {
         sleep(DNS_LOOKUP_INTERVAL).await;
         let Some(shared) = pool.upgrade().map(|pool| Arc::clone(&pool.shared)) else {
             return;
         };
-        let found = resolve_addresses(&shared.settings.url).await;
-        if let (Some(found), Some(pool)) = (found, pool.upgrade()) {
+        let UpstreamUrl::Net { host, port, .. } = &shared.settings.url else {
+            return;
+        };
+        let Ok(found) = lookup_host((host.as_str(), *port)).await else {
+            continue;
+        };
+        let found: Vec<_> = found.map(|address| address.ip()).collect();
+        if !found.is_empty()
+            && let Some(pool) = pool.upgrade()
+        {
             pool.apply_resolved_addresses(found);
         }
     }
@@ -189,15 +201,6 @@ impl ResolvedAddresses {
 /// may change.
 pub(crate) fn has_dns_name(url: &UpstreamUrl) -> bool {
     matches!(url, UpstreamUrl::Net { host, .. } if host.parse::<IpAddr>().is_err())
-}
-
-/// Resolves the upstream's host name. Returns `None` if the lookup fails or finds no address.
-pub(crate) async fn resolve_addresses(url: &UpstreamUrl) -> Option<Vec<IpAddr>> {
-    let UpstreamUrl::Net { host, port, .. } = url else {
-        return None;
-    };
-    let found = lookup_host((host.as_str(), *port)).await.ok()?;
-    Some(found.map(|address| address.ip()).collect()).filter(|found: &Vec<_>| !found.is_empty())
 }
 
 #[cfg(test)]

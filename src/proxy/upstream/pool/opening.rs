@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
+use tokio_util::task::AbortOnDropHandle;
 
 use super::{ConnectionProtocol, Http1Connection, StreamSlot, UpstreamConnection};
-use super::{QueueSlotGuard, UpstreamPool};
+use super::{QueueSlotGuard, UpstreamClient};
 use crate::proxy::upstream::connector::ResponseRate;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
 use crate::proxy::upstream::http2::Http2Connection;
@@ -21,7 +22,7 @@ use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 /// that send one line per cookie or preload.
 const MAX_RESPONSE_HEADERS: usize = 256;
 
-impl UpstreamPool {
+impl UpstreamClient {
     pub(super) fn open_http2_if_needed(self: &Rc<Self>) {
         self.waiters
             .borrow_mut()
@@ -129,7 +130,7 @@ impl UpstreamPool {
             informational: Arc::default(),
             response_rate,
             peer,
-            task: task.abort_handle(),
+            _task: AbortOnDropHandle::new(task),
         }))
     }
 
@@ -165,21 +166,10 @@ impl UpstreamPool {
                 pool.handle_stream_end(&connection);
             }
         });
-        connection.task.set(Some(task.abort_handle()));
+        let task = AbortOnDropHandle::new(task);
+        connection.task.set(Some(task));
     }
-}
 
-/// While requests of other workers wait, one of this many freed connections is closed, which frees
-/// its permit for them.
-const HANDOVERS_PER_CLOSE: u32 = 8;
-
-/// Receives a connection for a waiting request, or the error with which the request fails. `None`
-/// if the request must try again: the new connection has no free stream left, or the last one
-/// closed.
-pub(super) type ConnectionWaiter =
-    oneshot::Sender<Result<Option<Box<UpstreamConnection>>, UpstreamError>>;
-
-impl UpstreamPool {
     /// Opens an HTTP/1.1 connection, or waits for a freed one, whichever is possible first. Returns
     /// `None` if the caller must try again.
     pub(super) async fn wait_for_http1_connection(
@@ -286,15 +276,6 @@ impl UpstreamPool {
         }
     }
 
-    pub(super) fn hand_to_waiter_or_close(&self, connection: Box<UpstreamConnection>) {
-        if self.should_yield_to_other_workers() {
-            return;
-        }
-        if let Some(waiter) = self.pop_waiter() {
-            drop(waiter.send(Ok(Some(connection))));
-        }
-    }
-
     /// Counts a freed connection, and returns whether to close it for the requests of other
     /// workers: true for one in [`HANDOVERS_PER_CLOSE`] if any wait.
     pub(super) fn should_yield_to_other_workers(&self) -> bool {
@@ -307,3 +288,13 @@ impl UpstreamPool {
                 .is_multiple_of(HANDOVERS_PER_CLOSE)
     }
 }
+
+/// While requests of other workers wait, one of this many freed connections is closed, which frees
+/// its permit for them.
+const HANDOVERS_PER_CLOSE: u32 = 8;
+
+/// Receives a connection for a waiting request, or the error with which the request fails. `None`
+/// if the request must try again: the new connection has no free stream left, or the last one
+/// closed.
+pub(super) type ConnectionWaiter =
+    oneshot::Sender<Result<Option<Box<UpstreamConnection>>, UpstreamError>>;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::time::timeout;
 
-use super::{QueueSlotGuard, UpstreamPool};
+use super::{QueueSlotGuard, UpstreamClient};
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::upstream::UpstreamSharedState;
 use crate::proxy::upstream_error::UpstreamError;
@@ -31,7 +31,7 @@ pub(crate) enum ConnectionShare {
     SecondHalf(Arc<UpstreamSharedState>, Option<ClientCountGuard>),
 }
 
-impl UpstreamPool {
+impl UpstreamClient {
     /// Whether half of the connections are open: others may need the rest.
     pub(crate) fn is_scarce(&self) -> bool {
         let max = self.settings().max_connections;

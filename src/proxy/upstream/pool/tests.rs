@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
 
-fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
+fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamClient> {
     let long = Duration::from_secs(60);
     let settings = UpstreamSettings {
         url: UpstreamUrl::Net {
@@ -30,11 +30,11 @@ fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamPool> {
         retry_idempotent: true,
         tls: None,
     };
-    UpstreamPool::new(UpstreamSharedState::new(settings, 1).unwrap())
+    UpstreamClient::new(UpstreamSharedState::new(settings, 1).unwrap())
 }
 
 /// Opens a connection that is ready for a request.
-async fn open_ready_connection(pool: &Rc<UpstreamPool>) -> Box<UpstreamConnection> {
+async fn open_ready_connection(pool: &Rc<UpstreamClient>) -> Box<UpstreamConnection> {
     let connection = pool.acquire_new_or_http2(&mut 0).await.unwrap();
     while let ConnectionProtocol::Http1(http1) = &connection.protocol
         && !http1.sender.is_ready()

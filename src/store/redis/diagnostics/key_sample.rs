@@ -1,17 +1,13 @@
 //! A bounded sample of the counters: how many each policy has, their memory, and their expiry.
 
-use super::finish_check;
+use super::ServerCheck;
 use crate::store::redis::connection::PROBE_POLICY_NAME;
 use crate::store::redis::error::RedisConnectionError;
-use crate::store::redis::scripts::ScriptLibrary;
-use redis::aio::MultiplexedConnection;
-use redis::{RedisResult, Value, cmd, from_redis_value};
+use crate::store::redis::live_connection::KEYS_PER_SCAN_STEP;
+use redis::{Value, cmd, from_redis_value};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
-
-/// Keys per step of the scan: few enough that Redis serves requests between two steps.
-const KEYS_PER_STEP: u64 = 256;
 
 /// Maximum number of steps, and maximum time of all.
 const MAX_STEPS: u64 = 200;
@@ -60,87 +56,58 @@ impl PolicyKeySample {
     }
 }
 
-/// Scans the counters with the prefix. If a later step fails, the sample has the counters of the
-/// earlier ones.
-pub(super) async fn sample_keys(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-    deadline: Instant,
-) -> Result<KeySample, RedisConnectionError> {
-    let pattern = scripts.scan_pattern(None);
-    let mut sample = KeySample::default();
-    let mut size = None;
-    let started_at = Instant::now();
-    let mut cursor = 0;
-    for step in 1..=MAX_STEPS {
-        let scanned = scan_step(connection, scripts, &pattern, cursor, &mut sample);
-        match finish_check(deadline, scanned).await {
-            Ok(next) => cursor = next,
-            Err(error) if step == 1 => return Err(error),
-            Err(error) => {
-                sample.interruption = Some(error);
+impl ServerCheck<'_> {
+    /// Scans the counters with the prefix. If a later step fails, the sample has the counters of
+    /// the earlier ones.
+    pub(super) async fn sample_keys(&self) -> Result<KeySample, RedisConnectionError> {
+        let pattern = self.scripts.scan_pattern(None);
+        let mut sample = KeySample::default();
+        let mut size = None;
+        let started_at = Instant::now();
+        let mut cursor = 0;
+        for step in 1..=MAX_STEPS {
+            match self.sample_step(&pattern, cursor, &mut sample).await {
+                Ok(Some(next)) => cursor = next,
+                Ok(None) => {
+                    sample.scanned_share = 1.0;
+                    break;
+                }
+                Err(error) if step == 1 => return Err(error),
+                Err(error) => {
+                    sample.interruption = Some(error);
+                    break;
+                }
+            }
+            if size.is_none() {
+                size = Some(self.run::<u64>(&cmd("DBSIZE")).await.unwrap_or(0));
+            }
+            #[allow(clippy::cast_precision_loss, reason = "the share is an estimate")]
+            let share = (step * KEYS_PER_SCAN_STEP) as f64 / size.unwrap_or(0).max(1) as f64;
+            sample.scanned_share = share.min(1.0);
+            if started_at.elapsed() >= MAX_SCAN_TIME {
                 break;
             }
         }
-        if cursor == 0 {
-            sample.scanned_share = 1.0;
-            break;
-        }
-        if size.is_none() {
-            let counted = cmd("DBSIZE");
-            let counted = counted.query_async::<u64>(connection);
-            size = Some(finish_check(deadline, counted).await.unwrap_or(0));
-        }
-        #[allow(clippy::cast_precision_loss, reason = "the share is an estimate")]
-        let share = (step * KEYS_PER_STEP) as f64 / size.unwrap_or(0).max(1) as f64;
-        sample.scanned_share = share.min(1.0);
-        if started_at.elapsed() >= MAX_SCAN_TIME {
-            break;
-        }
+        Ok(sample)
     }
-    Ok(sample)
-}
 
-/// Reads the keys at a cursor, and returns the next cursor.
-async fn scan_step(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-    pattern: &str,
-    cursor: u64,
-    sample: &mut KeySample,
-) -> RedisResult<u64> {
-    let mut scan = cmd("SCAN");
-    scan.arg(cursor).arg("MATCH").arg(pattern);
-    scan.arg("COUNT").arg(KEYS_PER_STEP);
-    let (cursor, keys): (u64, Vec<Vec<u8>>) = scan.query_async(connection).await?;
-    let counters: Vec<(String, Option<String>)> = keys
-        .into_iter()
-        .filter_map(|key| parse_counter(scripts, key))
-        .collect();
-    sample.add_counters(connection, &counters).await?;
-    Ok(cursor)
-}
-
-/// The name of a counter and of its policy. `None` for a foreign key or a probe.
-fn parse_counter(scripts: &ScriptLibrary, key: Vec<u8>) -> Option<(String, Option<String>)> {
-    let key = String::from_utf8(key).ok()?;
-    let (_, readable) = scripts.parse_counter_key(&key)?;
-    let policy = readable.and_then(|text| text.split('/').next().map(str::to_owned));
-    (policy.as_deref() != Some(PROBE_POLICY_NAME)).then_some((key, policy))
-}
-
-impl KeySample {
-    /// Reads the expiry of all counters of a step, and the memory of some.
-    async fn add_counters(
-        &mut self,
-        connection: &mut MultiplexedConnection,
-        counters: &[(String, Option<String>)],
-    ) -> RedisResult<()> {
+    /// Reads the keys at a cursor, the expiry of all counters among them, and the memory of some.
+    /// Returns the next cursor.
+    async fn sample_step(
+        &self,
+        pattern: &str,
+        cursor: u64,
+        sample: &mut KeySample,
+    ) -> Result<Option<u64>, RedisConnectionError> {
+        let step = self.opened.live.scan_step(cursor, pattern);
+        let (cursor, keys) = self.finish(step).await?;
+        let counters = keys.into_iter().filter_map(|key| self.parse_counter(key));
+        let counters: Vec<(String, Option<String>)> = counters.collect();
         if counters.is_empty() {
-            return Ok(());
+            return Ok(cursor);
         }
         let mut pipeline = redis::pipe();
-        for (key, _) in counters {
+        for (key, _) in &counters {
             pipeline.cmd("PTTL").arg(key);
         }
         let measured = counters.iter().take(MEASURED_PER_STEP);
@@ -148,36 +115,39 @@ impl KeySample {
             pipeline.cmd("MEMORY").arg("USAGE").arg(key);
         }
         // A reply may be an error: a key that has moved, or a missing permission.
-        let replies = connection
-            .send_packed_commands(&pipeline, 0, pipeline.len())
-            .await?;
-        let mut numbers = replies.into_iter().map(|reply| match reply {
+        let replies = self.run_pipeline(&pipeline).await?.into_iter();
+        let mut numbers = replies.map(|reply| match reply {
             Value::ServerError(_) => None,
             reply => from_redis_value::<Option<i64>>(reply).ok().flatten(),
         });
-        for (key, policy) in counters {
+        for (key, policy) in &counters {
             let is_unexpiring = numbers.next().flatten() == Some(-1);
-            let counts = self.counts_of(policy);
+            let counts = sample.counts_of(policy);
             counts.keys += 1;
             counts.unexpiring_keys += u64::from(is_unexpiring);
-            if is_unexpiring && self.unexpiring.len() < MAX_EXAMPLES {
-                self.unexpiring.push(key.clone());
+            if is_unexpiring && sample.unexpiring.len() < MAX_EXAMPLES {
+                sample.unexpiring.push(key.clone());
             }
         }
-        for (_, policy) in measured {
-            if let Some(bytes) = numbers
-                .next()
-                .flatten()
-                .and_then(|bytes| u64::try_from(bytes).ok())
-            {
-                let counts = self.counts_of(policy);
+        for ((_, policy), bytes) in measured.zip(numbers) {
+            if let Some(bytes) = bytes.and_then(|bytes| u64::try_from(bytes).ok()) {
+                let counts = sample.counts_of(policy);
                 counts.measured_keys += 1;
                 counts.measured_bytes += bytes;
             }
         }
-        Ok(())
+        Ok(cursor)
     }
 
+    /// The name of a counter and of its policy. `None` for a foreign key or a probe.
+    fn parse_counter(&self, key: String) -> Option<(String, Option<String>)> {
+        let (_, readable) = self.scripts.parse_counter_key(&key)?;
+        let policy = readable.and_then(|text| text.split('/').next().map(str::to_owned));
+        (policy.as_deref() != Some(PROBE_POLICY_NAME)).then_some((key, policy))
+    }
+}
+
+impl KeySample {
     fn counts_of(&mut self, policy: &Option<String>) -> &mut PolicyKeySample {
         let is_known = self.policies.contains_key(policy) || self.policies.len() < MAX_POLICIES;
         let policy = if is_known { policy.clone() } else { None };

@@ -2,12 +2,11 @@
 //!
 //! `ACL DRYRUN` would need a permission that the documented user does not have, and Redis 7.
 
-use crate::limiter::{Algorithm, CounterRef, Key, Limit};
+use super::ServerCheck;
+use crate::limiter::{Algorithm, CounterRef, Limit};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
 use crate::store::redis::live_connection::is_unknown_command;
-use crate::store::redis::scripts::ScriptLibrary;
-use redis::aio::MultiplexedConnection;
-use redis::{RedisError, RedisResult, Value};
+use redis::{RedisError, Value};
 
 /// A command that the server refused to run for this user, or does not have.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,74 +69,72 @@ const OPTIONAL_COMMANDS: [&str; 6] = [
 /// Commands that only a cluster needs.
 const CLUSTER_COMMANDS: [&str; 2] = ["CLUSTER SLOTS", "ASKING"];
 
-/// Tries each command that tidegate uses, all in one pipeline: over a slow link, one after the
-/// other would take longer than an examination may. The probe's counter is deleted or expires.
-pub(super) async fn try_commands(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-    probe_key: &Key,
-    is_cluster: bool,
-) -> RedisResult<Vec<DeniedCommand>> {
-    let counter = |algorithm| {
-        let limit = &Limit {
-            requests: 1,
-            per_us: 1000,
-            algorithm,
+impl ServerCheck<'_> {
+    /// Tries each command that tidegate uses, all in one pipeline: over a slow link, one after the
+    /// other would take longer than an examination may. The probe's counter is deleted or expires.
+    pub(super) async fn try_commands(
+        &self,
+        is_cluster: bool,
+    ) -> Result<Vec<DeniedCommand>, RedisConnectionError> {
+        let counter = |algorithm| {
+            let limit = &Limit {
+                requests: 1,
+                per_us: 1000,
+                algorithm,
+            };
+            self.scripts.counter_key(CounterRef {
+                limit,
+                key: self.probe_key,
+            })
         };
-        scripts.counter_key(CounterRef {
-            limit,
-            key: probe_key,
-        })
-    };
-    let set_key = counter(Algorithm::SlidingLog);
-    let text_key = counter(Algorithm::TokenBucket {
-        burst: 1,
-        warm_up_us: 0,
-    });
-    let cluster_commands = CLUSTER_COMMANDS.iter().filter(|_| is_cluster);
-    let required = SCRIPT_COMMANDS.iter().chain(&DIRECT_COMMANDS);
-    let trials = (required.map(|trial| (trial, true)))
-        .chain(OPTIONAL_COMMANDS.iter().map(|trial| (trial, false)))
-        .chain(cluster_commands.map(|trial| (trial, true)));
-    let mut pipeline = redis::pipe();
-    for (trial, _) in trials.clone() {
-        let mut command = redis::Cmd::new();
-        for word in trial.split(' ') {
-            command.arg(match word {
-                "{set}" => &set_key,
-                "{text}" => &text_key,
-                word => word,
+        let set_key = counter(Algorithm::SlidingLog);
+        let text_key = counter(Algorithm::TokenBucket {
+            burst: 1,
+            warm_up_us: 0,
+        });
+        let cluster_commands = CLUSTER_COMMANDS.iter().filter(|_| is_cluster);
+        let required = SCRIPT_COMMANDS.iter().chain(&DIRECT_COMMANDS);
+        let trials = (required.map(|trial| (trial, true)))
+            .chain(OPTIONAL_COMMANDS.iter().map(|trial| (trial, false)))
+            .chain(cluster_commands.map(|trial| (trial, true)));
+        let mut pipeline = redis::pipe();
+        for (trial, _) in trials.clone() {
+            let mut command = redis::Cmd::new();
+            for word in trial.split(' ') {
+                command.arg(match word {
+                    "{set}" => &set_key,
+                    "{text}" => &text_key,
+                    word => word,
+                });
+            }
+            pipeline.add_command(command);
+        }
+        let replies = self.run_pipeline(&pipeline).await?;
+        let mut denied = Vec::new();
+        for ((trial, is_required), reply) in trials.zip(replies) {
+            let Value::ServerError(error) = reply else {
+                continue;
+            };
+            let error = RedisError::from(error);
+            let is_unknown = is_unknown_command(&error);
+            let error = RedisConnectionError::from(error);
+            let reason = match error.kind {
+                _ if is_unknown => DenialReason::Unknown,
+                RedisErrorKind::NoAuth if error.message.contains("access one of the keys") => {
+                    DenialReason::Key
+                }
+                RedisErrorKind::NoAuth => DenialReason::Command,
+                _ => continue,
+            };
+            denied.push(DeniedCommand {
+                command: command_name(trial),
+                is_required,
+                reason,
+                message: error.message,
             });
         }
-        pipeline.add_command(command);
+        Ok(denied)
     }
-    let replies = connection
-        .send_packed_commands(&pipeline, 0, pipeline.len())
-        .await?;
-    let mut denied = Vec::new();
-    for ((trial, is_required), reply) in trials.zip(replies) {
-        let Value::ServerError(error) = reply else {
-            continue;
-        };
-        let error = RedisError::from(error);
-        let is_unknown = is_unknown_command(&error);
-        let error = RedisConnectionError::from(error);
-        let reason = match error.kind {
-            _ if is_unknown => DenialReason::Unknown,
-            RedisErrorKind::NoAuth if error.message.contains("access one of the keys") => {
-                DenialReason::Key
-            }
-            RedisErrorKind::NoAuth => DenialReason::Command,
-            _ => continue,
-        };
-        denied.push(DeniedCommand {
-            command: command_name(trial),
-            is_required,
-            reason,
-            message: error.message,
-        });
-    }
-    Ok(denied)
 }
 
 fn command_name(trial: &'static str) -> &'static str {

@@ -1,19 +1,16 @@
 //! Facts about one server: INFO, its clock, and the latency of decisions.
 
+use super::ServerCheck;
 use super::key_sample::KeySample;
 use super::permission_trial::DeniedCommand;
-use super::{deadline_error, finish_check};
 use crate::clock::{Clock, saturating_micros};
-use crate::limiter::{Algorithm, Key, Limit, LimitCharge, PolicyCharges, each_charge};
+use crate::limiter::{Algorithm, Limit, LimitCharge, PolicyCharges, each_charge};
 use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
-use crate::store::redis::live_connection::{is_missing_script, is_unknown_command};
-use crate::store::redis::scripts::ScriptLibrary;
-use redis::aio::MultiplexedConnection;
-use redis::{RedisResult, Value, cmd, from_redis_value};
+use crate::store::redis::live_connection::LiveConnection;
+use redis::{InfoDict, RedisResult, Value, cmd, from_redis_value};
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::time::Duration;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 
 /// Number of decisions whose latency is measured, and the maximum time for all.
 const LATENCY_SAMPLES: usize = 200;
@@ -55,8 +52,8 @@ impl ServerFacts {
 }
 
 /// The fields of INFO.
-#[derive(Debug, Default)]
-pub struct InfoFields(HashMap<String, String>);
+#[derive(Debug)]
+pub struct InfoFields(pub(crate) InfoDict);
 
 /// The server's clock, compared with the clock of this machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,17 +73,11 @@ pub struct ScriptLatency {
 }
 
 impl InfoFields {
-    pub(crate) fn parse(text: &str) -> Self {
-        let fields = text.lines().filter_map(|line| line.split_once(':'));
-        Self(
-            fields
-                .map(|(name, value)| (name.to_owned(), value.trim_end().to_owned()))
-                .collect(),
-        )
-    }
-
     pub fn text(&self, name: &str) -> Option<&str> {
-        self.0.get(name).map(String::as_str)
+        match self.0.find(&name)? {
+            Value::SimpleString(text) => Some(text),
+            _ => None,
+        }
     }
 
     /// Whether Envoy answered, which names itself a cluster, and no role.
@@ -95,7 +86,7 @@ impl InfoFields {
     }
 
     pub fn number(&self, name: &str) -> Option<u64> {
-        self.text(name)?.parse().ok()
+        self.0.get(name)
     }
 
     /// The replicas of this master: address, state, bytes behind the master, and seconds since the
@@ -135,53 +126,27 @@ pub struct ReplicaFacts<'i> {
     pub lag_s: Option<u64>,
 }
 
-pub(super) async fn read_info(connection: &mut MultiplexedConnection) -> RedisResult<InfoFields> {
-    let text: String = cmd("INFO").query_async(connection).await?;
-    Ok(InfoFields::parse(&text))
-}
-
-/// Reads the clock at least once.
-pub(super) async fn read_clock(
-    connection: &mut MultiplexedConnection,
-    deadline: Instant,
-) -> Result<ClockReading, RedisConnectionError> {
-    let clock = Clock::system();
-    let started_at = Instant::now();
-    let mut best = read_clock_once(connection, &clock, deadline).await?;
-    for _ in 1..CLOCK_READINGS {
-        if started_at.elapsed() >= MAX_CLOCK_TIME {
-            break;
-        }
-        match read_clock_once(connection, &clock, deadline).await {
-            Ok(reading) if reading.error_us < best.error_us => best = reading,
-            Ok(_) => {}
-            Err(_) => break,
-        }
-    }
-    Ok(best)
-}
-
-async fn read_clock_once(
-    connection: &mut MultiplexedConnection,
+/// Compares the server's clock with `clock` once.
+pub(crate) async fn read_clock_once(
+    live: &LiveConnection,
     clock: &Clock,
-    deadline: Instant,
-) -> Result<ClockReading, RedisConnectionError> {
-    let sent_at_us = clock.now_us();
-    let time = cmd("TIME");
-    let time: Value = finish_check(deadline, time.query_async(connection)).await?;
-    let received_at_us = clock.now_us();
-    // Redis read its clock at an unknown moment between: the midpoint assumes equal delays.
+) -> RedisResult<Option<ClockReading>> {
+    let sent_at_us = clock.wall_us();
+    let time = live.send_command(&cmd("TIME"), false).await?;
+    let received_at_us = clock.wall_us();
+    // Redis read its clock at an unknown moment between: the midpoint assumes equal delays both
+    // ways.
     let local_us = sent_at_us.midpoint(received_at_us);
     let ahead_us =
         parse_time_reply(time).and_then(|server_us| server_us.checked_signed_diff(local_us));
-    Ok(ClockReading {
-        ahead_us: ahead_us.ok_or(RedisErrorKind::InvalidReply)?,
+    Ok(ahead_us.map(|ahead_us| ClockReading {
+        ahead_us,
         error_us: received_at_us.saturating_sub(sent_at_us).div_ceil(2),
-    })
+    }))
 }
 
 /// Parses the reply to TIME: seconds and microseconds. Envoy's reply is no time.
-pub(crate) fn parse_time_reply(reply: Value) -> Option<u64> {
+fn parse_time_reply(reply: Value) -> Option<u64> {
     let (seconds, micros): (u64, u64) = from_redis_value(reply).ok()?;
     let seconds_us = seconds
         .checked_mul(1_000_000)
@@ -189,85 +154,91 @@ pub(crate) fn parse_time_reply(reply: Value) -> Option<u64> {
     seconds_us.checked_add(micros)
 }
 
-/// Runs decisions about the probe key, and deletes its counters.
-pub(super) async fn measure_latency(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-    probe_key: &Key,
-    algorithms: &[Algorithm],
-    deadline: Instant,
-) -> Result<ScriptLatency, RedisConnectionError> {
-    let limits = algorithms.iter().filter_map(|one| probe_limit(*one));
-    let mut limits: Vec<Limit> = limits.collect();
-    if limits.is_empty() {
-        limits.extend(probe_limit(Algorithm::SlidingLog));
-    }
-    let charges = limits.iter().map(|limit| LimitCharge::new(limit, 1));
-    let request = [PolicyCharges::with_limits(
-        Cow::Borrowed(probe_key),
-        charges.collect(),
-    )];
-    let result = run_decisions(connection, scripts, &request, deadline).await;
-    let mut delete = cmd("DEL");
-    delete.arg(
-        each_charge(&request)
-            .map(|charge| scripts.counter_key(charge.counter()))
-            .collect::<Vec<_>>(),
-    );
-    // Without the permission or the time, the counters expire.
-    drop(finish_check(deadline, delete.exec_async(connection)).await);
-    result
-}
-
-async fn run_decisions(
-    connection: &mut MultiplexedConnection,
-    scripts: &ScriptLibrary,
-    request: &[PolicyCharges<'_>],
-    deadline: Instant,
-) -> Result<ScriptLatency, RedisConnectionError> {
-    let mut decide = scripts.decide_command(request, None);
-    let first_reply = timeout_at(deadline, decide.exec_async(connection)).await;
-    if let Err(error) = first_reply.map_err(|_elapsed| deadline_error())? {
-        let lacks_evalsha = is_unknown_command(&error);
-        let with_text = scripts.replace_digest_by_text(&decide);
-        let Some(with_text) = with_text.filter(|_| lacks_evalsha || is_missing_script(&error))
-        else {
-            return Err(error.into());
+impl ServerCheck<'_> {
+    /// Reads the clock at least once.
+    pub(super) async fn read_clock(&self) -> Result<ClockReading, RedisConnectionError> {
+        let (clock, started_at) = (Clock::system(), Instant::now());
+        let read_once = async || {
+            let reading = read_clock_once(&self.opened.live, &clock);
+            let reading = self.finish(reading).await?;
+            reading.ok_or_else(|| RedisConnectionError::from(RedisErrorKind::InvalidReply))
         };
-        finish_check(deadline, with_text.exec_async(connection)).await?;
-        if lacks_evalsha {
-            decide = with_text;
+        let mut best = read_once().await?;
+        for _ in 1..CLOCK_READINGS {
+            if started_at.elapsed() >= MAX_CLOCK_TIME {
+                break;
+            }
+            match read_once().await {
+                Ok(reading) if reading.error_us < best.error_us => best = reading,
+                Ok(_) => {}
+                Err(_) => break,
+            }
         }
+        Ok(best)
     }
-    let started_at = Instant::now();
-    let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
-    while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {
-        let sent_at = Instant::now();
-        let reply = finish_check(deadline, decide.query_async::<Value>(connection)).await;
-        let is_late = reply
-            .as_ref()
-            .is_err_and(|error| error.kind == RedisErrorKind::Timeout);
-        if durations_us.is_empty() || !is_late {
-            reply?;
+
+    /// Runs decisions about the probe key, and deletes its counters.
+    pub(super) async fn measure_latency(
+        &self,
+        algorithms: &[Algorithm],
+    ) -> Result<ScriptLatency, RedisConnectionError> {
+        let limits = algorithms.iter().filter_map(|one| probe_limit(*one));
+        let mut limits: Vec<Limit> = limits.collect();
+        if limits.is_empty() {
+            limits.extend(probe_limit(Algorithm::SlidingLog));
         }
-        // A call without a reply counts with the time that it has taken so far.
-        durations_us.push(saturating_micros(sent_at.elapsed()));
-        if is_late {
-            break;
-        }
+        let charges = limits.iter().map(|limit| LimitCharge::new(limit, 1));
+        let request = [PolicyCharges::with_limits(
+            Cow::Borrowed(self.probe_key),
+            charges.collect(),
+        )];
+        let result = self.run_decisions(&request).await;
+        let counters = each_charge(&request).map(|charge| charge.counter());
+        let keys = counters.map(|counter| self.scripts.counter_key(counter));
+        let mut delete = cmd("DEL");
+        delete.arg(keys.collect::<Vec<_>>());
+        // Without the permission or the time, the counters expire.
+        drop(self.run::<()>(&delete).await);
+        result
     }
-    durations_us.sort_unstable();
-    let percentile = |percent: usize| {
-        let position = (durations_us.len() * percent)
-            .div_ceil(100)
-            .saturating_sub(1);
-        durations_us.get(position).copied().unwrap_or(0)
-    };
-    Ok(ScriptLatency {
-        samples: durations_us.len(),
-        p50_us: percentile(50),
-        p99_us: percentile(99),
-    })
+
+    async fn run_decisions(
+        &self,
+        request: &[PolicyCharges<'_>],
+    ) -> Result<ScriptLatency, RedisConnectionError> {
+        let decide = self.scripts.decide_command(request, None);
+        // The first decision may have to load the script.
+        self.run::<()>(&decide).await?;
+        let started_at = Instant::now();
+        let mut durations_us = Vec::with_capacity(LATENCY_SAMPLES);
+        while durations_us.len() < LATENCY_SAMPLES && started_at.elapsed() < MAX_MEASURING_TIME {
+            let sent_at = Instant::now();
+            let reply = self.run::<()>(&decide).await;
+            let is_late = reply
+                .as_ref()
+                .is_err_and(|error| error.kind == RedisErrorKind::Timeout);
+            if durations_us.is_empty() || !is_late {
+                reply?;
+            }
+            // A call without a reply counts with the time that it has taken so far.
+            durations_us.push(saturating_micros(sent_at.elapsed()));
+            if is_late {
+                break;
+            }
+        }
+        durations_us.sort_unstable();
+        let percentile = |percent: usize| {
+            let position = (durations_us.len() * percent)
+                .div_ceil(100)
+                .saturating_sub(1);
+            durations_us.get(position).copied().unwrap_or(0)
+        };
+        Ok(ScriptLatency {
+            samples: durations_us.len(),
+            p50_us: percentile(50),
+            p99_us: percentile(99),
+        })
+    }
 }
 
 /// A limit of the algorithm that admits all measured decisions. A concurrency slot and a block are
@@ -300,17 +271,28 @@ mod tests {
     use super::*;
 
     #[test]
+    fn parses_time_replies() {
+        let reply = ["7", "000250"]
+            .map(|text| Value::BulkString(text.into()))
+            .to_vec();
+        assert_eq!(parse_time_reply(Value::Array(reply)), Some(7_000_250));
+        assert_eq!(parse_time_reply(Value::Nil), None);
+        let reply = [7, 7_000_250].map(Value::Int).to_vec();
+        assert_eq!(parse_time_reply(Value::Array(reply)), None, "Envoy's reply");
+    }
+
+    #[test]
     fn parses_the_replicas_of_info() {
-        let info = InfoFields::parse(
+        let info = InfoFields(InfoDict::new(
             "# Replication\r\nrole:master\r\nconnected_slaves:2\r\n\
              slave0:ip=10.0.0.1,port=6379,state=online,offset=900,lag=1\r\n\
              slave1:ip=10.0.0.2,port=6379,state=wait_bgsave,offset=0,lag=0\r\n\
              master_repl_offset:1000\r\n",
-        );
+        ));
         assert_eq!(info.text("role"), Some("master"));
         assert!(!info.is_from_proxy());
         let info_of_envoy = "redis_version:7.0.15\r\nredis_mode:cluster\r\ncluster_enabled:1\r\n";
-        assert!(InfoFields::parse(info_of_envoy).is_from_proxy());
+        assert!(InfoFields(InfoDict::new(info_of_envoy)).is_from_proxy());
         let replicas: Vec<_> = info.replicas().collect();
         assert_eq!(
             replicas,

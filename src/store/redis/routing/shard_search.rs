@@ -1,10 +1,10 @@
 //! Decides policies that are spread over shards: tries one shard after the other until one admits.
 
-use super::router::RedisRouter;
 use crate::limiter::{
     ChargeOutcome, Decision, LimitStatus, PolicyCharges, PolicyOutcome, Refusal, each_charge,
 };
 use crate::store::DecisionFailure;
+use crate::store::redis::RedisStore;
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -61,11 +61,11 @@ impl<'r, 'c> ShardSearch<'r, 'c> {
     }
 }
 
-impl RedisRouter {
+impl RedisStore {
     /// Decides charges of which some are sharded. If several shards refuse, the result has the
     /// earliest end of their refusals. At least the remaining units of the result are left.
-    pub(super) async fn decide_across_shards(
-        self: &Arc<Self>,
+    pub(crate) async fn decide_across_shards(
+        &self,
         request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {
@@ -107,7 +107,7 @@ impl RedisRouter {
 
     /// Reads all shards of sharded policies, and merges their statuses to one per charge.
     async fn read_all_shards(
-        self: &Arc<Self>,
+        &self,
         request: &[PolicyCharges<'_>],
         deadline: Instant,
     ) -> Result<Decision, DecisionFailure> {

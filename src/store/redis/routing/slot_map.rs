@@ -1,14 +1,18 @@
-//! The slot map: which node of a cluster holds which slot.
+//! The slot map: which node of a cluster holds which slot, and the task that refreshes it.
 
 use crate::limiter::{Key, KeyBuilder};
-use crate::store::redis::connection::PROBE_POLICY_NAME;
-use crate::store::redis::error::{RedisConnectionError, RedisErrorKind};
+use crate::store::redis::RedisStore;
+use crate::store::redis::access::RedisAccess;
+use crate::store::redis::connection::{PROBE_POLICY_NAME, RedisConnectionTarget, RedisNode};
+use crate::store::redis::connector;
+use crate::store::redis::error::{RedisConnectionError, RedisErrorKind, within};
 use crate::store::redis::hash_slot::{HASH_SLOT_COUNT, hash_slot_for_key};
-use crate::store::redis::node::RedisNode;
 use crate::store::redis::settings::RedisAddress;
-use redis::aio::MultiplexedConnection;
+use crate::store::redis::shared_state::SharedRedisState;
 use redis::{Cmd, Value, from_redis_value_ref};
 use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::{Instant, sleep, timeout};
 
 /// Maximum number of keys tried to find a counter in one of a node's slots: almost certainly enough
 /// for a node with a single slot.
@@ -16,6 +20,18 @@ const MAX_PROBE_KEY_CANDIDATES: u32 = 200_000;
 
 /// Keys tried before yielding to other tasks. Each key takes about a microsecond.
 const PROBE_KEY_CANDIDATES_PER_YIELD: u32 = 100;
+
+/// Interval of refreshes that no call has requested.
+const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
+
+/// How long a call waits for a node that is still connecting, as far as its deadline allows. After
+/// this time the node counts as unreachable.
+const NEW_NODE_WAIT: Duration = Duration::from_secs(1);
+
+/// Bounds of the pause between requested refreshes. The pause doubles while the map does not
+/// change.
+const INITIAL_BACKOFF: Duration = Duration::from_millis(10);
+const MAX_BACKOFF: Duration = Duration::from_millis(500);
 
 #[derive(Debug)]
 pub(crate) struct ClusterSlotMap {
@@ -30,7 +46,7 @@ pub(crate) type HashSlotRange = (u16, u16, RedisAddress);
 
 impl ClusterSlotMap {
     /// The map of a single server, which holds the only slot.
-    pub(super) fn from_single_node(node: Arc<RedisNode>) -> Self {
+    pub(crate) fn from_single_node(node: Arc<RedisNode>) -> Self {
         Self {
             nodes: vec![node],
             ranges: Vec::new(),
@@ -38,7 +54,7 @@ impl ClusterSlotMap {
         }
     }
 
-    pub(super) fn new(nodes: Vec<Arc<RedisNode>>, ranges: Vec<HashSlotRange>) -> Self {
+    pub(crate) fn new(nodes: Vec<Arc<RedisNode>>, ranges: Vec<HashSlotRange>) -> Self {
         let mut hash_slots = vec![None; usize::from(HASH_SLOT_COUNT)];
         for (first, last, address) in &ranges {
             let node_index = nodes
@@ -82,19 +98,7 @@ impl ClusterSlotMap {
     }
 }
 
-/// Asks a node for the slot map.
-pub(crate) async fn query_slot_ranges(
-    connection: &mut MultiplexedConnection,
-    address: &RedisAddress,
-) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
-    let reply: Value = cluster_slots_command().query_async(connection).await?;
-    parse_cluster_slots(&reply, address).ok_or_else(|| {
-        let reason = "the reply to CLUSTER SLOTS is invalid";
-        RedisConnectionError::new(RedisErrorKind::InvalidReply, reason)
-    })
-}
-
-pub(super) fn cluster_slots_command() -> Cmd {
+fn cluster_slots_command() -> Cmd {
     let mut command = redis::cmd("CLUSTER");
     command.arg("SLOTS");
     command
@@ -102,10 +106,7 @@ pub(super) fn cluster_slots_command() -> Cmd {
 
 /// Parses the reply to `CLUSTER SLOTS`: the ranges of the masters, in order. A node without a host
 /// has the host of the queried node. Returns `None` if the reply is invalid.
-pub(super) fn parse_cluster_slots(
-    reply: &Value,
-    queried_node: &RedisAddress,
-) -> Option<Vec<HashSlotRange>> {
+fn parse_cluster_slots(reply: &Value, queried_node: &RedisAddress) -> Option<Vec<HashSlotRange>> {
     let Value::Array(entries) = reply else {
         return None;
     };
@@ -172,6 +173,140 @@ pub(crate) async fn find_probe_key(ranges: &[HashSlotRange], address: &RedisAddr
         }
     }
     probe_key(0)
+}
+
+/// Refreshes the slot map periodically, and on request.
+pub(crate) async fn run_slot_map_refresh(store: RedisStore) {
+    let breaker = &store.breaker;
+    let (mut is_lost, mut backoff) = (false, INITIAL_BACKOFF);
+    loop {
+        let map = store.worker.slot_map.get();
+        let ranges = fetch_slot_ranges(&store.shared, &map).await;
+        let ranges = match ranges {
+            Ok(ranges) if ranges.is_empty() => Err(RedisConnectionError::new(
+                RedisErrorKind::ClusterDown,
+                "no slot has a master",
+            )),
+            ranges => ranges,
+        };
+        match ranges {
+            Ok(ranges) => {
+                if std::mem::take(&mut is_lost) {
+                    breaker.record_connection_restored();
+                }
+                if ranges != map.ranges {
+                    let map = build_slot_map_with_connections(&store.shared, &map, ranges).await;
+                    drop(store.worker.slot_map.set(Arc::new(map)));
+                    backoff = INITIAL_BACKOFF;
+                }
+            }
+            Err(error) => {
+                breaker.count_failure(error.kind);
+                // Once nodes are known, their connections report the loss of Redis.
+                if map.ranges.is_empty() && !std::mem::replace(&mut is_lost, true) {
+                    breaker.record_connection_down(&error);
+                }
+            }
+        }
+        sleep(backoff.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        backoff = (backoff * 2).min(MAX_BACKOFF);
+        if !store.worker.slot_map.get().ranges.is_empty()
+            && timeout(REFRESH_INTERVAL, store.worker.refresh_requested.notified())
+                .await
+                .is_err()
+        {
+            backoff = INITIAL_BACKOFF;
+        }
+    }
+}
+
+/// Builds a slot map and connects to its new nodes. Known nodes keep their connections. The
+/// connections of removed nodes are stopped after `timeout`.
+async fn build_slot_map_with_connections(
+    shared: &Arc<SharedRedisState>,
+    previous_map: &ClusterSlotMap,
+    ranges: Vec<HashSlotRange>,
+) -> ClusterSlotMap {
+    let mut nodes: Vec<Arc<RedisNode>> = Vec::new();
+    for (_, _, address) in &ranges {
+        if nodes.iter().any(|node| node.address() == Some(address)) {
+            continue;
+        }
+        if let Some(known) = previous_map.find_node_by_address(address) {
+            nodes.push(Arc::clone(known));
+            continue;
+        }
+        let target = RedisConnectionTarget {
+            address: Some(address.clone()),
+            probe_key: find_probe_key(&ranges, address).await,
+        };
+        let connect_by = Instant::now() + NEW_NODE_WAIT;
+        nodes.push(Arc::new(RedisNode::start(shared, target, connect_by)));
+    }
+    for known in &previous_map.nodes {
+        if nodes.iter().any(|node| Arc::ptr_eq(node, known)) {
+            continue;
+        }
+        let (removed_node, call_timeout) = (Arc::clone(known), shared.settings.timeout);
+        // Calls in flight are still answered, if only with a redirection.
+        tokio::spawn(async move {
+            sleep(call_timeout).await;
+            removed_node.stop();
+        });
+    }
+    ClusterSlotMap::new(nodes, ranges)
+}
+
+/// Fetches the slot map: from a connected node, in random order, else from a configured server.
+async fn fetch_slot_ranges(
+    shared: &SharedRedisState,
+    slot_map: &ClusterSlotMap,
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
+    let settings = &shared.settings;
+    let command = cluster_slots_command();
+    let mut nodes = slot_map.nodes.clone();
+    fastrand::shuffle(&mut nodes);
+    for node in nodes {
+        if let (Ok(live), Some(address)) = (node.live(), node.address())
+            && let Ok(Ok(reply)) = timeout(settings.timeout, live.run_command(&command)).await
+            && let Some(ranges) = parse_cluster_slots(&reply, address)
+        {
+            return Ok(ranges);
+        }
+    }
+    let mut last_error = RedisConnectionError::new(RedisErrorKind::Dns, "no node address is known");
+    let timeout_per_server = settings.connect_timeout / 2;
+    for address in &settings.servers {
+        let access = shared.access.get();
+        let query = query_configured_server(&access, address);
+        match within(timeout_per_server, query).await {
+            Ok(ranges) => return Ok(ranges),
+            Err(error) => {
+                last_error =
+                    RedisConnectionError::new(error.kind, format!("{address}: {}", error.message))
+            }
+        }
+    }
+    Err(last_error)
+}
+
+/// Asks a configured server for the slot map, with the logins that `access` has.
+pub(crate) async fn query_configured_server(
+    access: &RedisAccess,
+    address: &RedisAddress,
+) -> Result<Vec<HashSlotRange>, RedisConnectionError> {
+    let settings = &access.settings;
+    let attempt = |login| async move {
+        let (mut connection, _driver) =
+            connector::open_connection(address, settings, login, settings.database).await?;
+        let reply: Value = cluster_slots_command().query_async(&mut connection).await?;
+        parse_cluster_slots(&reply, address).ok_or_else(|| {
+            let reason = "the reply to CLUSTER SLOTS is invalid";
+            RedisConnectionError::new(RedisErrorKind::InvalidReply, reason)
+        })
+    };
+    let (ranges, _login) = access.server_login.try_logins(attempt).await?;
+    Ok(ranges)
 }
 
 #[cfg(test)]

@@ -5,19 +5,152 @@
 //! usually reserves nothing elsewhere. Reservations of a request that is not forwarded are
 //! returned.
 
-use super::router::RedisRouter;
-use super::slot_charges::HashSlotPart;
 use crate::limiter::{
-    Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus, PolicyCharges,
-    Refusal, determine_effects, each_charge,
+    Amendment, Charge, ChargeEffect, ChargeOutcome, Decision, Limit, LimitStatus,
+    OverriddenCharges, OverrideInEffect, PolicyCharges, Refusal, RequestPart, determine_effects,
+    each_charge,
 };
+use crate::store::memory::{CounterId, counter_id};
+use crate::store::redis::RedisStore;
 use crate::store::redis::error::RedisErrorKind;
-use crate::store::{DecisionFailure, PartialDecision, Settlement};
+use crate::store::redis::hash_slot::{group_by_hash_slot, hash_slot_for_key};
+use crate::store::stored_override::split_rule_and_expiry;
+use crate::store::{
+    DecisionFailure, PartialDecision, Settlement, override_end_us, parse_override_rule,
+};
 use futures_util::future::join_all;
+use parking_lot::Mutex;
+use redis::{Value, cmd, from_redis_value};
 use smallvec::SmallVec;
-use std::sync::Arc;
+use std::collections::HashMap;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
+
+/// Maximum number of counters in the table. A full table is cleared: each key then costs one more
+/// round trip, once.
+const MAX_ENTRIES: usize = 4096;
+
+/// Remaining units by counter. Each worker has its own table.
+#[derive(Debug, Default)]
+pub(crate) struct AdmissionHints(Mutex<HashMap<CounterId, u64, foldhash::fast::RandomState>>);
+
+impl AdmissionHints {
+    /// Whether all enforced charges are within the units that Redis last reported as left.
+    pub(crate) fn expects_admission(&self, request: &[PolicyCharges<'_>]) -> bool {
+        let entries = self.0.lock();
+        let mut enforced = each_charge(request).filter(|charge| charge.is_enforced());
+        enforced.all(|charge| {
+            let remaining = entries.get(&counter_id(charge.counter()));
+            charge.cost == 0 || remaining.is_some_and(|units| *units >= charge.cost)
+        })
+    }
+
+    /// Deducts charges that are about to be requested, so that concurrent requests do not all
+    /// expect the same units.
+    pub(crate) fn deduct_charges(&self, request: &[PolicyCharges<'_>]) {
+        let mut entries = self.0.lock();
+        // A block has no units that a request would use up.
+        for charge in each_charge(request).filter(|charge| !charge.is_block()) {
+            if let Some(remaining) = entries.get_mut(&counter_id(charge.counter())) {
+                *remaining = remaining.saturating_sub(charge.cost);
+            }
+        }
+    }
+
+    pub(crate) fn record_remaining(&self, request: &[PolicyCharges<'_>], decision: &Decision) {
+        let mut entries = self.0.lock();
+        for (charge, outcome) in each_charge(request).zip(decision.outcomes()) {
+            if entries.len() >= MAX_ENTRIES {
+                entries.clear();
+            }
+            if let Some(status) = outcome.status {
+                entries.insert(counter_id(charge.counter()), status.remaining);
+            }
+        }
+    }
+}
+
+/// The charges of one request that are in one slot.
+pub(super) struct HashSlotPart {
+    pub(super) hash_slot: u16,
+    pub(super) part: RequestPart<'static>,
+}
+
+/// The charges marked as estimates, so that they can be credited later, and without a lease,
+/// because units granted by one slot can't be revoked when another slot refuses. They outlive their
+/// caller.
+pub(super) fn to_creditable_charges(request: &[PolicyCharges<'_>]) -> Vec<PolicyCharges<'static>> {
+    let policies = request.iter().map(|policy| PolicyCharges {
+        requested_lease_units: 0,
+        ..policy.to_owned_charges()
+    });
+    let creditable = policies.map(|policy| policy.map_limits(|charge| charge.is_estimate = true));
+    creditable.collect()
+}
+
+impl HashSlotPart {
+    /// Groups the charges of a request by slot.
+    pub(super) fn from_request(request: &[PolicyCharges<'static>]) -> Vec<Self> {
+        let slots = group_by_hash_slot(request, |policy| hash_slot_for_key(&policy.key));
+        let parts = slots.into_iter().map(|(hash_slot, _)| Self {
+            hash_slot,
+            part: RequestPart::new(request, |charge| {
+                hash_slot_for_key(&charge.policy.key) == hash_slot
+            }),
+        });
+        parts.collect()
+    }
+
+    /// Divides the charges into calls with one key each: the only ones that Redis accepts while the
+    /// slot moves.
+    pub(super) fn split_by_charge(&self, request: &[PolicyCharges<'static>]) -> Vec<Self> {
+        let included = self.part.included().enumerate();
+        let own = included.filter(|(_, is_included)| *is_included);
+        let parts = own.map(|(selected, _)| {
+            let mut positions = 0..;
+            Self {
+                hash_slot: self.hash_slot,
+                part: RequestPart::new(request, |_| positions.next() == Some(selected)),
+            }
+        });
+        parts.collect()
+    }
+
+    /// Whether the part is one charge.
+    pub(super) fn is_one_charge(&self) -> bool {
+        each_charge(&self.part.policies).count() == 1
+    }
+
+    /// Whether the slot counts as unreachable for this request.
+    pub(super) fn is_held_back(&self) -> bool {
+        self.part.policies.iter().any(|policy| policy.is_held_back)
+    }
+
+    fn enforced_policies(&self) -> impl Iterator<Item = &PolicyCharges<'static>> {
+        self.part.policies.iter().filter(|policy| !policy.shadow)
+    }
+
+    /// Whether these charges can refuse the request.
+    pub(super) fn has_enforced_charges(&self) -> bool {
+        self.enforced_policies().next().is_some()
+    }
+
+    /// Whether Redis must see the request although other charges may refuse it: to count a rejected
+    /// request, or to start a block.
+    pub(super) fn counts_refused_requests(&self) -> bool {
+        self.enforced_policies().any(|policy| {
+            let mut charges = policy.charges();
+            policy.counts_rejected || charges.any(|charge| charge.is_read || charge.is_block())
+        })
+    }
+
+    /// The smallest capacity of the enforced limits.
+    pub(super) fn min_capacity(&self) -> u64 {
+        let limits = self.enforced_policies().flat_map(PolicyCharges::charges);
+        let capacities = limits.map(|charge| charge.limit.capacity());
+        capacities.min().unwrap_or(u64::MAX)
+    }
+}
 
 /// A part of a request, and its decision, expanded to the request.
 struct DecidedPart {
@@ -105,18 +238,19 @@ impl SplitChargeOutcome<'_> {
     }
 }
 
-impl RedisRouter {
+impl RedisStore {
     /// Decides all parts and sends the result. Returns when the charges of a request that is not
     /// forwarded are returned. The caller forwards an admitted request, and confirms a partial
     /// decision if it forwards the request.
     pub(super) async fn decide_parts(
-        self: Arc<Self>,
+        self,
         request: Vec<PolicyCharges<'static>>,
         mut waiting: Vec<HashSlotPart>,
         deadline: Instant,
         result_sender: oneshot::Sender<Result<Decision, DecisionFailure>>,
     ) {
-        let fails_closed = waiting.iter().any(HashSlotPart::fails_closed);
+        let has_closed = |part: &HashSlotPart| part.enforced_policies().any(|own| own.fails_closed);
+        let fails_closed = waiting.iter().any(has_closed);
         let mut decided: Vec<DecidedPart> = Vec::with_capacity(waiting.len());
         while !waiting.is_empty() {
             let round = self.take_parts_of_next_round(&mut waiting);
@@ -141,7 +275,7 @@ impl RedisRouter {
             }
         }
         let outcomes = collect_outcomes(&request, &decided);
-        let decision = merge_decisions(&request, &decided, &outcomes);
+        let decision = merge_decisions(&decided, &outcomes);
         let is_refused = decided.iter().any(DecidedPart::is_refused);
         let without_answer = decision.is_none().then_some(RedisErrorKind::ClusterDown);
         let failure = decided.iter().find_map(DecidedPart::failure);
@@ -153,7 +287,7 @@ impl RedisRouter {
             .filter_map(|outcome| outcome.correction(is_dropped))
             .collect();
         if !corrections.is_empty() {
-            drop(self.apply_settlements(&corrections).await);
+            drop(self.send_settlements(&corrections).await);
         }
     }
 
@@ -161,7 +295,7 @@ impl RedisRouter {
     /// fail without a call. Then the parts that may refuse come one after the other, narrowest
     /// first. All other parts come last, together.
     fn take_parts_of_next_round(&self, waiting: &mut Vec<HashSlotPart>) -> Vec<HashSlotPart> {
-        let slot_map = self.slot_map.get();
+        let slot_map = self.worker.slot_map.get();
         let is_unreachable = |part: &HashSlotPart| {
             let node = slot_map.node_for_hash_slot(part.hash_slot);
             part.is_held_back() || node.is_none_or(|node| !node.is_available())
@@ -173,7 +307,7 @@ impl RedisRouter {
             return round;
         }
         let may_refuse = |part: &HashSlotPart| {
-            part.has_enforced_charges() && !self.hints.expects_admission(&part.part.policies)
+            part.has_enforced_charges() && !self.worker.hints.expects_admission(&part.part.policies)
         };
         let doubtful = waiting
             .iter()
@@ -188,7 +322,7 @@ impl RedisRouter {
             None => round.append(waiting),
         }
         for part in &round {
-            self.hints.deduct_charges(&part.part.policies);
+            self.worker.hints.deduct_charges(&part.part.policies);
         }
         round
     }
@@ -215,8 +349,71 @@ impl RedisRouter {
                 .await;
         }
         let decision = answer?;
-        self.hints.record_remaining(policies, &decision);
+        self.worker.hints.record_remaining(policies, &decision);
         Ok(decision)
+    }
+
+    /// Decides one charge with an override while its slot moves. Redis then accepts only calls with
+    /// one key, but the charge has two: the counter and the override. So the override is read first,
+    /// and the charge is decided with the amounts in effect.
+    pub(super) async fn decide_in_moving_slot(
+        &self,
+        hash_slot: u16,
+        charge: &PolicyCharges<'_>,
+        deadline: Instant,
+    ) -> Result<Decision, RedisErrorKind> {
+        let in_effect = self.read_override(hash_slot, charge, deadline).await?;
+        let request = async |charge: &PolicyCharges<'_>| {
+            let charge = [charge.map_limits(|limit| limit.name = None)];
+            self.request_decision(hash_slot, &charge, deadline).await
+        };
+        let charges = std::slice::from_ref(charge);
+        let Some(overridden) = OverriddenCharges::resolve(charges, |_| in_effect) else {
+            return request(charge).await;
+        };
+        let limited = overridden.limited_charges();
+        // An unlimited key is not charged. A call of cost 0 returns the server's time.
+        let without_cost = charge.map_limits(|limit| limit.cost = 0);
+        let limited_charge = limited.policies.first();
+        let mut decision = request(limited_charge.unwrap_or(&without_cost)).await?;
+        decision.admitted |= limited.is_empty();
+        let mut decision = overridden.complete_decision(&limited, decision);
+        let late = overridden.charges_after_ends(&decision);
+        // As in the script, the times of the override stay if the counter can't be read: the charge
+        // is made.
+        if let Some(read) = late.policies.first()
+            && let Ok(later) = request(read).await
+        {
+            overridden.apply_ends(&mut decision, &late, later);
+        }
+        Ok(decision)
+    }
+
+    /// Reads the override of a charge's key, as the script does: a value of another type is none.
+    async fn read_override(
+        &self,
+        hash_slot: u16,
+        policy: &PolicyCharges<'_>,
+        deadline: Instant,
+    ) -> Result<Option<(OverrideInEffect, Option<u64>)>, RedisErrorKind> {
+        let mut command = cmd("MGET");
+        command.arg(self.scripts.override_key(&policy.key));
+        let reply = self.request_reply(hash_slot, &command, deadline).await?;
+        let values: Vec<Value> =
+            from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
+        let Some(Value::BulkString(text)) = values.into_iter().next() else {
+            return Ok(None);
+        };
+        let text = String::from_utf8_lossy(&text);
+        let Some((rule, expiry)) = split_rule_and_expiry(&text) else {
+            return Ok(None);
+        };
+        let rule = parse_override_rule(rule);
+        let charge = policy.charges().next();
+        let in_effect = rule
+            .zip(charge)
+            .and_then(|(rule, charge)| rule.for_charge(&charge));
+        Ok(in_effect.map(|in_effect| (in_effect, expiry.map(override_end_us))))
     }
 }
 
@@ -286,20 +483,12 @@ fn collect_outcomes<'r>(
 
 /// Merges the decisions of the parts, on the clock of the first part that answered.
 fn merge_decisions(
-    request: &[PolicyCharges<'_>],
     decided: &[DecidedPart],
     outcomes: &[Option<SplitChargeOutcome<'_>>],
 ) -> Option<Decision> {
-    let answers = || decided.iter().filter_map(|part| part.answer.as_ref().ok());
-    let admitted = answers().all(|answer| answer.admitted);
-    let now_us = answers().next()?.now_us;
-    let delay_us = answers().map(|answer| answer.delay_us).max();
-    let mut merged = Decision {
-        now_us,
-        admitted,
-        delay_us: delay_us.filter(|_| admitted).unwrap_or(0),
-        ..Decision::without_outcomes(request)
-    };
+    let answers = decided.iter().filter_map(|part| part.answer.clone().ok());
+    let mut merged = answers.reduce(Decision::merge)?;
+    let (now_us, admitted) = (merged.now_us, merged.admitted);
     for (outcome, split) in merged.outcomes_mut().zip(outcomes) {
         if let Some(split) = split {
             *outcome = split.merged_outcome(now_us, admitted);
@@ -310,7 +499,6 @@ fn merge_decisions(
 
 #[cfg(test)]
 mod tests {
-    use super::super::slot_charges::to_creditable_charges;
     use super::*;
     use crate::limiter::{Algorithm, Key, KeyBuilder};
     use crate::store::StoreUnavailable;
@@ -376,7 +564,7 @@ mod tests {
     }
 
     fn merge_two_parts(request: &[PolicyCharges<'static>], decided: &[DecidedPart]) -> Decision {
-        merge_decisions(request, decided, &collect_outcomes(request, decided)).unwrap()
+        merge_decisions(decided, &collect_outcomes(request, decided)).unwrap()
     }
 
     #[test]

@@ -1,10 +1,5 @@
-use super::program::{
-    LuaProgram, PROGRAM_COUNT, SETTLE_FLAG, program_flags_for_algorithm, program_flags_for_request,
-};
 use super::*;
-use crate::limiter::{
-    Algorithm, Calendar, CalendarUnit, CounterRef, Key, KeyBuilder, Limit, LimitStatus,
-};
+use crate::limiter::{Calendar, CalendarUnit, CounterRef, Key, KeyBuilder, LimitStatus};
 use redis::Value;
 
 const LOG_LIMIT: Limit = Limit {
@@ -131,7 +126,7 @@ fn keys_and_arguments_of_a_calendar_name_its_periods() {
     let boundaries = format!("{january}+{february}+{march}+{april}");
     assert_eq!(argument, format!("p 0 1 9 2678400000000 {boundaries}"));
     // Other programs do not contain the part for calendars.
-    let other = program_flags_for_algorithm(Algorithm::FixedWindow { offset_us: 0 });
+    let other = letter_and_flags(Algorithm::FixedWindow { offset_us: 0 }).1;
     assert!(!LuaProgram::new(other).text.contains("calendar"));
     let own = LuaProgram::new(program_flags_for_request(&request)).text;
     assert!(own.contains("calendar_read") && own.len() < 16 * 1024);
@@ -155,7 +150,7 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
         .collect();
     let name = counter_key(&script, &LOG_LIMIT, &key);
     let sha = &script
-        .program_for_flags(program_flags_for_algorithm(Algorithm::SlidingLog))
+        .program_for_flags(letter_and_flags(Algorithm::SlidingLog).1)
         .unwrap()
         .sha;
     let head = ["EVALSHA", sha, "2", &name, &name, ""];
