@@ -20,10 +20,9 @@ pub use report::ReplayReport;
 
 use crate::policy::PolicyTable;
 use http::HeaderName;
-use log_merge::LogSource;
+use log_merge::{LogReport, LogSource};
 use missing_fields::{FieldCoverage, MissingFieldCheck};
 use parsers::RequiredHeaders;
-use report::LogReport;
 use serde::Serializer;
 use simulator::PolicySimulator;
 use std::cell::Cell;

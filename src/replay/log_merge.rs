@@ -14,7 +14,8 @@ use super::log_reader::{AccessLogReader, RawLogLine};
 use super::parsers::{
     AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
 };
-use super::report::LogReport;
+use crate::text::{count_noun, format_count};
+use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -53,6 +54,23 @@ struct BufferedRequest {
 /// Maximum number of broken lines shown for each log, and of bytes shown of each line.
 const MAX_BROKEN_EXAMPLES: usize = 3;
 const MAX_EXAMPLE_BYTES: usize = 120;
+
+/// Line counts of one log.
+#[derive(Debug, Default, Serialize)]
+pub(super) struct LogReport {
+    pub(super) name: String,
+    pub(super) format: &'static str,
+    pub(super) lines: u64,
+    pub(super) requests: u64,
+    /// Records without a request.
+    pub(super) other: u64,
+    pub(super) broken: u64,
+    /// Line numbers and beginnings of the first broken lines.
+    #[serde(skip)]
+    pub(super) broken_examples: Vec<(u64, String)>,
+    /// Error that ended the log early.
+    pub(super) fault: Option<String>,
+}
 
 /// One log as a source of requests in time order.
 pub(crate) struct LogSource {
@@ -238,6 +256,29 @@ impl LogSource {
             fault: self.reader.read_error.map(|error| error.to_string()),
             ..self.report
         }
+    }
+}
+
+impl LogReport {
+    pub(super) fn find_warnings(&self) -> Vec<String> {
+        let name = self.name.escape_debug();
+        let mut warnings = Vec::new();
+        if let Some(error) = &self.fault {
+            warnings.push(format!(
+                "{name}: the log ended early ({error}); the report covers the lines before that"
+            ));
+        }
+        if self.broken > 0 {
+            let (broken, lines) = (count_noun(self.broken, "line"), format_count(self.lines));
+            warnings.push(format!("{name}: {broken} broken, of {lines}"));
+            let examples = self.broken_examples.iter();
+            warnings.extend(examples.map(|(line, text)| format!("{name}: line {line}: {text}")));
+        }
+        if self.other > 0 {
+            let other = count_noun(self.other, "line");
+            warnings.push(format!("{name}: {other} without a request"));
+        }
+        warnings
     }
 }
 

@@ -4,6 +4,7 @@
 mod html;
 mod text;
 
+use super::log_merge::LogReport;
 use super::missing_fields::FieldCoverage;
 use super::statistics::{ReplayKeyStats, RequestSeries};
 use super::suggestions::{LimitProposal, LimitSuggestion};
@@ -38,23 +39,6 @@ pub struct ReplayReport {
     bin_width_s: u64,
     #[serde(skip)]
     suggest_percent: Option<f64>,
-}
-
-/// Line counts of one log.
-#[derive(Debug, Default, Serialize)]
-pub(super) struct LogReport {
-    pub(super) name: String,
-    pub(super) format: &'static str,
-    pub(super) lines: u64,
-    pub(super) requests: u64,
-    /// Records without a request.
-    pub(super) other: u64,
-    pub(super) broken: u64,
-    /// Line numbers and beginnings of the first broken lines.
-    #[serde(skip)]
-    pub(super) broken_examples: Vec<(u64, String)>,
-    /// Error that ended the log early.
-    pub(super) fault: Option<String>,
 }
 
 /// Request counts and other results of one policy set.
@@ -303,29 +287,6 @@ impl ReplayReport {
             if count > 0 {
                 warnings.push(format!("{} {text}", count_noun(count, "request")));
             }
-        }
-        warnings
-    }
-}
-
-impl LogReport {
-    pub(super) fn find_warnings(&self) -> Vec<String> {
-        let name = self.name.escape_debug();
-        let mut warnings = Vec::new();
-        if let Some(error) = &self.fault {
-            warnings.push(format!(
-                "{name}: the log ended early ({error}); the report covers the lines before that"
-            ));
-        }
-        if self.broken > 0 {
-            let (broken, lines) = (count_noun(self.broken, "line"), format_count(self.lines));
-            warnings.push(format!("{name}: {broken} broken, of {lines}"));
-            let examples = self.broken_examples.iter();
-            warnings.extend(examples.map(|(line, text)| format!("{name}: line {line}: {text}")));
-        }
-        if self.other > 0 {
-            let other = count_noun(self.other, "line");
-            warnings.push(format!("{name}: {other} without a request"));
         }
         warnings
     }
