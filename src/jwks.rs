@@ -18,10 +18,9 @@ use std::fs;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, UNIX_EPOCH};
 use tokio::runtime::Handle;
-use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::task::{JoinSet, spawn_blocking};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 /// How long the start waits for the first keys. Without them, tokens count as unverified.
@@ -48,23 +47,19 @@ pub struct KeyFetcher {
     /// The runtime of the tasks.
     runtime: Handle,
     sources: Arc<Mutex<Vec<FetchedSource>>>,
-    /// Counters by URL. A URL that the configuration no longer has keeps its counters: if they
-    /// returned with lower values, Prometheus would assume a restart.
-    counters: Arc<Mutex<BTreeMap<String, Arc<FetchCounters>>>>,
+    /// By URL. A URL that the configuration no longer has keeps its counters: if they returned with
+    /// lower values, Prometheus would assume a restart.
+    counts: FetchCounts,
 }
 
-/// Fetches of one URL since the start, by result.
-#[derive(Debug, Default)]
-struct FetchCounters {
-    succeeded: AtomicU64,
-    failed: AtomicU64,
-}
+type FetchCounts = Arc<Mutex<BTreeMap<String, KeyFetchCounts>>>;
 
 #[derive(Debug)]
 struct FetchedSource {
     source: KeySource,
     cell: Arc<KeyCell>,
-    task: JoinHandle<()>,
+    /// Aborts its task on drop.
+    _task: JoinSet<()>,
 }
 
 impl KeyFetcher {
@@ -73,7 +68,7 @@ impl KeyFetcher {
         Self {
             runtime: Handle::current(),
             sources: Arc::default(),
-            counters: Arc::default(),
+            counts: Arc::default(),
         }
     }
 
@@ -104,14 +99,32 @@ impl KeyFetcher {
     }
 
     fn start_source(&self, source: &KeySource) -> FetchedSource {
-        let cell = Arc::<KeyCell>::default();
-        let mut counters = self.counters.lock();
-        let counters = Arc::clone(counters.entry(source.url.to_string()).or_default());
-        let refresher = KeyRefresher::new(source.clone(), Arc::clone(&cell), counters);
+        let (cell, now) = (Arc::<KeyCell>::default(), Instant::now());
+        self.counts
+            .lock()
+            .entry(source.url.to_string())
+            .or_insert_with_key(|url| KeyFetchCounts {
+                url: url.clone(),
+                succeeded: 0,
+                failed: 0,
+            });
+        let refresher = KeyRefresher {
+            source: source.clone(),
+            cell: Arc::clone(&cell),
+            counts: Arc::clone(&self.counts),
+            cache_file: cache_file(source),
+            text: String::new(),
+            backoff: MIN_BACKOFF,
+            next_fetch: now,
+            refresh_allowed: now,
+            stale_end: None,
+        };
+        let mut task = JoinSet::new();
+        task.spawn_on(refresher.run(), &self.runtime);
         FetchedSource {
             source: source.clone(),
             cell,
-            task: self.runtime.spawn(refresher.run()),
+            _task: task,
         }
     }
 
@@ -131,19 +144,7 @@ impl KeyFetcher {
 
     /// The fetches since the start, by URL.
     pub fn fetch_counts(&self) -> Vec<KeyFetchCounts> {
-        let counters = self.counters.lock();
-        let counts = counters.iter().map(|(url, counters)| KeyFetchCounts {
-            url: url.clone(),
-            succeeded: counters.succeeded.load(Ordering::Relaxed),
-            failed: counters.failed.load(Ordering::Relaxed),
-        });
-        counts.collect()
-    }
-}
-
-impl Drop for FetchedSource {
-    fn drop(&mut self) {
-        self.task.abort();
+        self.counts.lock().values().cloned().collect()
     }
 }
 
@@ -151,7 +152,7 @@ impl Drop for FetchedSource {
 struct KeyRefresher {
     source: KeySource,
     cell: Arc<KeyCell>,
-    counters: Arc<FetchCounters>,
+    counts: FetchCounts,
     /// The file of the keys, with which the next process starts.
     cache_file: Option<PathBuf>,
     /// The JWK set of the keys in use.
@@ -165,21 +166,6 @@ struct KeyRefresher {
 }
 
 impl KeyRefresher {
-    fn new(source: KeySource, cell: Arc<KeyCell>, counters: Arc<FetchCounters>) -> Self {
-        let now = Instant::now();
-        Self {
-            cache_file: cache_file(&source),
-            source,
-            cell,
-            counters,
-            text: String::new(),
-            backoff: MIN_BACKOFF,
-            next_fetch: now,
-            refresh_allowed: now,
-            stale_end: None,
-        }
-    }
-
     async fn run(mut self) {
         self.load_cached_keys().await;
         loop {
@@ -205,7 +191,9 @@ impl KeyRefresher {
     }
 
     async fn fetch(&mut self) {
-        let fetched = fetch_key_set(&self.source).await;
+        let fetched = timeout(FETCH_TIMEOUT, fetch_key_set(&self.source)).await;
+        let fetched =
+            fetched.unwrap_or_else(|_elapsed| Err("no complete response within 5 s".to_owned()));
         let fetched = fetched.and_then(|(text, max_age)| {
             let is_new = text != self.text;
             if is_new {
@@ -216,7 +204,7 @@ impl KeyRefresher {
         let url = self.source.url.clone();
         match fetched {
             Ok((is_new, max_age)) => {
-                self.counters.succeeded.fetch_add(1, Ordering::Relaxed);
+                self.count(|counts| counts.succeeded += 1);
                 if is_new || self.backoff > MIN_BACKOFF {
                     tracing::info!(%url, changed = is_new, "token keys fetched");
                 }
@@ -232,7 +220,7 @@ impl KeyRefresher {
                 }
             }
             Err(error) => {
-                self.counters.failed.fetch_add(1, Ordering::Relaxed);
+                self.count(|counts| counts.failed += 1);
                 if self.backoff == MIN_BACKOFF {
                     let has_keys = self.stale_end.is_some();
                     tracing::warn!(%url, error, has_keys, "failed to fetch token keys; retrying");
@@ -241,6 +229,12 @@ impl KeyRefresher {
                     Instant::now() + self.backoff.mul_f64(0.5 + fastrand::f64() / 2.0);
                 self.backoff = (self.backoff * 2).min(MAX_BACKOFF);
             }
+        }
+    }
+
+    fn count(&self, add: impl FnOnce(&mut KeyFetchCounts)) {
+        if let Some(counts) = self.counts.lock().get_mut(&self.source.url.to_string()) {
+            add(counts);
         }
     }
 
@@ -283,20 +277,12 @@ async fn wait_for_allowed_request(cell: &KeyCell, allowed: Instant) {
     cell.wait_for_refresh_request().await;
 }
 
-/// The text of a JWK set, and how long it may be used without another fetch; `None` if the response
-/// does not say.
-type FetchedKeySet = (String, Option<Duration>);
-
-/// Fetches the JWK set of a source.
+/// Fetches the JWK set of a source. Returns its text, and how long it may be used without another
+/// fetch; `None` if the response does not say.
 ///
 /// # Errors
 /// Returns a message without any content of the response.
-async fn fetch_key_set(source: &KeySource) -> Result<FetchedKeySet, String> {
-    let fetched = timeout(FETCH_TIMEOUT, connect_and_fetch(source)).await;
-    fetched.unwrap_or_else(|_elapsed| Err("no complete response within 5 s".to_owned()))
-}
-
-async fn connect_and_fetch(source: &KeySource) -> Result<FetchedKeySet, String> {
+async fn fetch_key_set(source: &KeySource) -> Result<(String, Option<Duration>), String> {
     let stream = http_client::connect(&source.url, source.tls.as_ref(), &[]).await?;
     let request = Request::get(&source.url.path_and_query)
         .header(HOST, &source.url.authority)

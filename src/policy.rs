@@ -11,6 +11,7 @@ mod coverage;
 mod descriptor;
 mod facts;
 mod host_pattern;
+mod json_pointer;
 pub mod jwt;
 mod key_hasher;
 mod key_part;
@@ -30,26 +31,25 @@ mod value_checks;
 mod value_pattern;
 
 pub use cors::CorsOrigins;
-pub use cost::{
-    ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost, JsonPointer,
-    JsonPointerToken, parse_whole_number,
-};
+pub use cost::{ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost};
 pub use coverage::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
 pub use host_pattern::HostPattern;
+pub use json_pointer::{JsonPointer, JsonPointerToken, parse_whole_number};
 pub use key_hasher::{KeyDigests, KeyHasher};
 pub use key_part::{KeyComponent, KeyPart, is_credential_name};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use matcher::{
     AcceptedEntries, ConditionRegex, Matcher, PartCondition, UnmetCondition, ValueCondition,
 };
-pub use named_limit::{
-    AmountSource, NamedLimit, RequestAmounts, SlotRelease, read_request_amounts,
-};
+pub use named_limit::{AmountSource, NamedLimit, SlotRelease};
 pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
-pub use quota::{LimitOverride, LimitOverrides, OverrideRule, Quota, SelectedLimits};
+pub use quota::{
+    LimitOverride, LimitOverrides, OverrideRule, Quota, RequestAmounts, SelectedLimits,
+    read_request_amounts,
+};
 pub use regex_spelling::accept_marked_letters;
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use table::{
@@ -150,7 +150,7 @@ impl Policy {
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
         // An app that decodes twice would serve another path than the exempted one.
-        if is_exemption && facts.paths.has_nested_escape() && self.matcher.reads_path() {
+        if is_exemption && facts.paths.has_nested_escape && self.matcher.reads_path() {
             return Some(UnmetCondition::NestedEscape);
         }
         let mut unmet = facts

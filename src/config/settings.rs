@@ -74,8 +74,7 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
     let key_hasher = context.key_hasher.clone();
     let mut table = PolicyTable::new(policies, context.path, context.client, headers?)
-        .with_trusted_headers(context.trusted_headers)
-        .with_mark_header(context.mark_header);
+        .with_protected_headers(context.mark_header, context.trusted_headers);
     if let Some(tokens) = context.tokens {
         table = table.with_token_settings(tokens);
     }

@@ -73,7 +73,10 @@ impl Enforcer {
             policies.record_decision(index, &self.metrics, decision, (key, domain))
         };
         for descriptor in descriptors {
-            let facts = Facts::from_descriptor(descriptor);
+            let facts = Facts {
+                descriptor: Some(descriptor),
+                ..Facts::placeholder()
+            };
             let matching = policies.table.matching_policies(&facts);
             let is_matched = !matching.is_empty();
             let described = (&facts, Some(descriptor));

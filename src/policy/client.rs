@@ -73,11 +73,14 @@ impl Settings {
     /// First address of the network that identifies a client.
     pub fn client_prefix(&self, ip: IpAddr) -> IpAddr {
         let ip = self.client_ip(ip);
-        let prefix = match ip {
+        IpNet::new(ip, self.prefix_length(ip)).map_or(ip, |net| net.network())
+    }
+
+    fn prefix_length(&self, ip: IpAddr) -> u8 {
+        match ip {
             IpAddr::V4(_) => self.ipv4_prefix,
             IpAddr::V6(_) => self.ipv6_prefix,
-        };
-        IpNet::new(ip, prefix).map_or(ip, |net| net.network())
+        }
     }
 }
 
@@ -268,11 +271,11 @@ fn is_escaped(text: &[u8], position: usize) -> bool {
 
 /// The client's network as text. A prefix of full length gives the address alone.
 pub(super) fn format_client_network(ip: IpAddr, settings: &Settings) -> String {
+    let prefix = settings.prefix_length(ip);
     match ip {
-        IpAddr::V4(ip) if settings.ipv4_prefix >= 32 => format_ipv4(ip),
-        IpAddr::V6(ip) if settings.ipv6_prefix >= 128 => ip.to_string(),
-        IpAddr::V4(_) => format_network(ip, settings.ipv4_prefix),
-        IpAddr::V6(_) => format_network(ip, settings.ipv6_prefix),
+        IpAddr::V4(ip) if prefix >= 32 => format_ipv4(ip),
+        IpAddr::V6(ip) if prefix >= 128 => ip.to_string(),
+        _ => IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string()),
     }
 }
 
@@ -286,10 +289,6 @@ fn format_ipv4(ip: Ipv4Addr) -> String {
         text.push_str(itoa::Buffer::new().format(octet));
     }
     text
-}
-
-fn format_network(ip: IpAddr, prefix: u8) -> String {
-    ipnet::IpNet::new(ip, prefix).map_or_else(|_| ip.to_string(), |net| net.trunc().to_string())
 }
 
 #[cfg(test)]

@@ -190,15 +190,11 @@ pub(super) fn find_rarest_conditions(
 pub(super) fn required_values(matcher: &Matcher) -> Vec<Vec<RequiredValue<'_>>> {
     let conditions = matcher.conditions.iter();
     let lists = conditions.flat_map(PartCondition::required_values);
-    let lists = lists.chain(required_alternatives(&matcher.any));
-    lists.filter(|values| !values.is_empty()).collect()
-}
-
-/// A value of each alternative; `None` if one has no condition with values.
-fn required_alternatives(any: &[Matcher]) -> Option<Vec<RequiredValue<'_>>> {
+    // A value of each alternative; none if one has no condition with values.
     let first = |one| required_values(one).into_iter().next();
-    let firsts: Option<Vec<Vec<_>>> = any.iter().map(first).collect();
-    Some(firsts?.concat())
+    let firsts: Option<Vec<Vec<_>>> = matcher.any.iter().map(first).collect();
+    let lists = lists.chain(firsts.map(|firsts| firsts.concat()));
+    lists.filter(|values| !values.is_empty()).collect()
 }
 
 /// Values of which each condition of a covering matcher requires one.
@@ -231,7 +227,7 @@ fn first_value(values: Vec<RequiredValue<'_>>) -> Vec<RequiredValue<'_>> {
         RequiredValue::Network(net) => iter::successors(Some(net), IpNet::supernet)
             .map(RequiredValue::Network)
             .collect(),
-        RequiredValue::Value(part, _) => vec![first, RequiredValue::AnyRegex(part)],
+        RequiredValue::Value(part, _) => vec![first, RequiredValue::Regex(part)],
         _ => vec![first],
     }
 }

@@ -174,7 +174,10 @@ pub(super) mod tests {
 
     fn matches_entries(matcher: &Matcher, entries: &[(&str, &str)]) -> bool {
         let descriptor = Descriptor::new("edge", entries, 1, None);
-        let facts = Facts::from_descriptor(&descriptor);
+        let facts = Facts {
+            descriptor: Some(&descriptor),
+            ..Facts::placeholder()
+        };
         matcher.matches(&facts, "/")
     }
 

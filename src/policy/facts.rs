@@ -41,8 +41,8 @@ pub struct Facts<'a> {
 }
 
 impl<'a> Facts<'a> {
-    /// Creates the facts of a descriptor; all request fields hold placeholders.
-    pub fn from_descriptor(descriptor: &'a Descriptor<'a>) -> Self {
+    /// Values for the fields that a caller does not set: those of a request for `/`, without headers.
+    pub fn placeholder() -> Self {
         static METHOD: Method = Method::GET;
         static PATHS: LazyLock<PathInterpretations> = LazyLock::new(PathInterpretations::default);
         static HEADERS: LazyLock<HeaderMap> = LazyLock::new(HeaderMap::new);
@@ -57,7 +57,7 @@ impl<'a> Facts<'a> {
             is_peer_trusted: false,
             token: RequestToken::without_token_reader(),
             client_cert: None,
-            descriptor: Some(descriptor),
+            descriptor: None,
         }
     }
 
@@ -133,14 +133,16 @@ pub(super) fn raw_cookie_values<'a>(
     headers: &'a HeaderMap,
     name: &str,
 ) -> impl Iterator<Item = &'a [u8]> {
-    headers
-        .get_all(COOKIE)
-        .into_iter()
-        .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
-        .filter_map(move |pair| {
-            let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
-            (halves.next()? == name.as_bytes()).then(|| halves.next())?
-        })
+    cookie_pairs(headers).filter_map(move |pair| {
+        let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
+        (halves.next()? == name.as_bytes()).then(|| halves.next())?
+    })
+}
+
+/// The parts between semicolons of all `Cookie` header lines.
+pub(super) fn cookie_pairs(headers: &HeaderMap) -> impl Iterator<Item = &[u8]> {
+    let lines = headers.get_all(COOKIE).into_iter();
+    lines.flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
 }
 
 /// Decodes the quotes and percent-encoding of a cookie value. Some upstreams decode both, so all

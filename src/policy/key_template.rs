@@ -383,7 +383,7 @@ fn digest_sources(components: &[KeyComponent]) -> Option<[u8; SOURCES_BYTES]> {
 mod tests {
     use super::*;
     use crate::policy::Matcher;
-    use http::{HeaderMap, Method};
+    use http::HeaderMap;
 
     const PATH_SETTINGS: path::Settings = path::Settings {
         case_sensitive: false,
@@ -418,17 +418,11 @@ mod tests {
             path::PathInterpretations::parse("/Caf%c3%a9/x/", &PATH_SETTINGS).unwrap(),
         );
         let facts = Facts {
-            method: &Method::GET,
             host: "a.example",
             paths: &paths,
-            query: None,
             headers: &headers,
             client_ip: [10, 1, 2, 3].into(),
-            token: crate::policy::jwt::RequestToken::without_token_reader(),
-            client_cert: None,
-            has_joined_headers: false,
-            is_peer_trusted: false,
-            descriptor: None,
+            ..Facts::placeholder()
         };
         let context = KeyContext {
             client: &client,
@@ -489,17 +483,12 @@ mod tests {
                 value_checks: crate::policy::ValueChecks::ALL,
             };
             let facts = Facts {
-                method: &Method::GET,
                 host: "a.example",
                 paths: &paths,
                 query: Some(&query),
                 headers: &headers,
                 client_ip: [10, 1, 2, 3].into(),
-                is_peer_trusted: false,
-                token: crate::policy::jwt::RequestToken::without_token_reader(),
-                client_cert: None,
-                has_joined_headers: false,
-                descriptor: None,
+                ..Facts::placeholder()
             };
             let context = KeyContext {
                 client: &client,

@@ -101,7 +101,7 @@ impl Matcher {
     /// twice gains none.
     fn is_excluded(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.not.as_ref().is_some_and(|not| {
-            let is_nested = facts.paths.has_nested_escape();
+            let is_nested = facts.paths.has_nested_escape;
             not.matches(facts, path) && !(is_nested && not.reads_path())
         })
     }
@@ -217,13 +217,14 @@ impl Eq for ConditionRegex {}
 /// A value of a condition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum RequiredValue<'m> {
-    /// A value of a part. A suffix of hosts begins with a dot.
+    /// A value of a part, or the text of a regular expression on the path. A suffix of hosts begins
+    /// with a dot.
     Value(&'m KeyPart, &'m str),
     /// A literal segment of a path pattern, with its position.
     Segment(usize, &'m str),
     Network(IpNet),
-    Regex(&'m KeyPart, &'m str),
-    AnyRegex(&'m KeyPart),
+    /// A regular expression on a part other than the path.
+    Regex(&'m KeyPart),
 }
 
 /// The condition that a request does not meet. Its text is for messages, such as `not for this
@@ -339,13 +340,11 @@ impl PartCondition {
                     lasts.into_iter().collect()
                 }
             },
-            // Two regular expressions are compared by their texts. No list of texts implies one on
-            // the path.
-            ValueCondition::Regex(regex) => {
-                let any = (*part != KeyPart::WholePath).then_some(RequiredValue::AnyRegex(part));
-                let regex = RequiredValue::Regex(part, regex.0.as_str());
-                vec![any.into_iter().chain([regex]).collect()]
+            // Only the same regular expression implies one on the path, and no list of texts.
+            ValueCondition::Regex(regex) if *part == KeyPart::WholePath => {
+                vec![vec![value(regex.0.as_str())]]
             }
+            ValueCondition::Regex(_) => vec![vec![RequiredValue::Regex(part)]],
             ValueCondition::Present(_) => Vec::new(),
         }
     }

@@ -1,11 +1,15 @@
 //! Selection of the key and the limits that a request is charged against.
 
-use super::value_pattern::{PatternRank, ValuePattern};
+use super::json_pointer::parse_whole_number;
+use super::value_pattern::ValuePattern;
 use super::{
-    ActualCostSource, CostSource, Descriptor, Facts, KeyContext, KeyDigests, KeyError, KeyTemplate,
-    KeyValues, MissingKeyAction, NamedLimit, PolicyMode, client, path,
+    ActualCostSource, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyDigests,
+    KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, client,
+    path,
 };
-use crate::limiter::{CounterScope, Key, LeaseTerms, Limit, ListedValue};
+use crate::limiter::{
+    Algorithm, CounterScope, Key, LeaseTerms, Limit, ListedValue, OverrideInEffect,
+};
 use crate::text::count_noun;
 use foldhash::fast::RandomState;
 use indexmap::IndexMap;
@@ -165,7 +169,7 @@ impl Quota {
 }
 
 /// Overrides of a policy. Of those that match a key, one with exact values replaces the policy's
-/// limits; else the first by [`LimitOverride::rank`]; of equal ranks, the first in the file.
+/// limits; else the first by [`ValuePattern::rank`]; of equal ranks, the first in the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LimitOverrides {
     entries: Vec<LimitOverride>,
@@ -244,7 +248,11 @@ impl LimitOverrides {
             }
         }
         let entries = &overrides.entries;
-        let rank = |index: &usize| entries.get(*index).map(LimitOverride::rank);
+        // Compared by position, from the first.
+        let rank = |index: &usize| -> Option<Vec<_>> {
+            let values = entries.get(*index)?.values.iter();
+            Some(values.map(ValuePattern::rank).collect())
+        };
         overrides.pattern_indices.sort_by_key(rank);
         overrides
     }
@@ -274,16 +282,15 @@ impl LimitOverrides {
         }
         let patterns = self.pattern_indices.iter();
         let mut patterns = patterns.filter_map(|index| self.entries.get(*index));
-        patterns.find(|entry| entry.matches_values(values))
+        patterns.find(|entry| {
+            let mut pairs = entry.values.iter().zip(values);
+            entry.values.len() == values.len()
+                && pairs.all(|(pattern, value)| pattern.matches(value.as_deref()))
+        })
     }
 }
 
 impl LimitOverride {
-    /// Precedence among overrides with a pattern: compared by position, from the first.
-    pub(super) fn rank(&self) -> Vec<PatternRank> {
-        self.values.iter().map(ValuePattern::rank).collect()
-    }
-
     /// The values, if none is a pattern.
     fn exact_values(&self) -> Option<KeyValues<'_>> {
         let exact = |value| Some(ValuePattern::as_exact(value)?.as_bytes().into());
@@ -292,21 +299,68 @@ impl LimitOverride {
             .map(|value| exact(value).map(Some))
             .collect()
     }
+}
 
-    fn matches_values(&self, values: &KeyValues<'_>) -> bool {
-        self.values.len() == values.len()
-            && self
-                .values
-                .iter()
-                .zip(values)
-                .all(|(pattern, value)| pattern.matches(value.as_deref()))
+/// The limits of a policy with the amounts of one request, in the same order; `None` for a limit
+/// that does not depend on the request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestAmounts(Vec<Option<Limit>>);
+
+impl RequestAmounts {
+    /// The limit at an index, if it depends on the request.
+    pub fn get(&self, index: usize) -> Option<&Limit> {
+        self.0.get(index)?.as_ref()
+    }
+
+    /// What decides instead of the limit of the configuration at an index, if it depends on the
+    /// request.
+    pub fn in_effect(&self, index: usize) -> Option<OverrideInEffect> {
+        let limit = self.get(index)?;
+        let burst = match limit.algorithm {
+            Algorithm::TokenBucket { burst, .. } => burst,
+            _ => limit.requests,
+        };
+        Some(OverrideInEffect::StatedAmounts {
+            requests: limit.requests,
+            burst,
+        })
+    }
+}
+
+/// The limits with the amounts of this request, or `None` if no limit depends on the request.
+pub fn read_request_amounts(
+    limits: &[NamedLimit],
+    facts: &Facts<'_>,
+) -> Option<Box<RequestAmounts>> {
+    if limits.iter().all(|named| named.amount.is_none()) {
+        return None;
+    }
+    let limits = limits.iter().map(|named| {
+        let source = named.amount.as_ref()?;
+        Some(resolve_limit(source, &named.limit, facts))
+    });
+    Some(Box::new(RequestAmounts(limits.collect())))
+}
+
+/// The limit with the amount of the request: its own without the field, or if the field is no
+/// whole number.
+fn resolve_limit(source: &AmountSource, limit: &Limit, facts: &Facts<'_>) -> Limit {
+    let is_readable = facts.is_peer_trusted || !matches!(source.field, KeyPart::Header(_));
+    // A repeated field counts as absent.
+    let value = source.field.single_value(facts).ok().flatten();
+    match value.filter(|value| is_readable && !value.is_empty()) {
+        // A number beyond 64 bits is above the maximum, too.
+        Some(value) if value.iter().all(u8::is_ascii_digit) => {
+            source.apply_amount(limit, parse_whole_number(&value).unwrap_or(u64::MAX))
+        }
+        _ => *limit,
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{KeyPart, client, path};
+    use http::{HeaderMap, HeaderValue};
     use proptest::prelude::*;
     use std::cmp::Reverse;
 
@@ -429,5 +483,76 @@ mod tests {
             let values: Vec<&str> = values.iter().map(String::as_str).collect();
             prop_assert_eq!(find(&key, &texts, &values), expected.map(|(at, _)| at));
         }
+    }
+
+    fn read_amount(algorithm: Algorithm, values: &[&str], is_peer_trusted: bool) -> Limit {
+        let mut headers = HeaderMap::new();
+        for value in values {
+            headers.append("x-rpm", HeaderValue::from_str(value).unwrap());
+        }
+        let facts = Facts {
+            headers: &headers,
+            is_peer_trusted,
+            ..Facts::placeholder()
+        };
+        let named = NamedLimit {
+            name: "p".into(),
+            unit: None,
+            limit: Limit {
+                requests: 100,
+                per_us: 60_000_000,
+                algorithm,
+            },
+            amount: Some(Box::new(AmountSource {
+                field: AmountSource::parse_field("header:x-rpm").unwrap(),
+                max: 1000,
+                sets_burst: true,
+            })),
+            is_reported: true,
+            release: crate::policy::SlotRelease::default(),
+        };
+        *read_request_amounts(&[named], &facts)
+            .unwrap()
+            .get(0)
+            .unwrap()
+    }
+
+    #[test]
+    fn an_amount_is_a_whole_number_up_to_the_maximum_else_the_default() {
+        let read = |values: &[&str]| read_amount(Algorithm::SlidingLog, values, true).requests;
+        for (value, expected) in [
+            ("7", 7),
+            ("0", 0),
+            ("0010", 10),
+            ("1000", 1000),
+            ("1001", 1000),
+            ("99999999999999999999999999", 1000),
+            ("", 100),
+            ("-1", 100),
+            ("+5", 100),
+            ("5.0", 100),
+            ("5, 6", 100),
+            ("1e3", 100),
+            ("gold", 100),
+        ] {
+            assert_eq!(read(&[value]), expected, "{value}");
+        }
+        assert_eq!(read(&[]), 100);
+        assert_eq!(read(&["7", "9"]), 100, "a repeated header is ambiguous");
+        let untrusted = read_amount(Algorithm::SlidingLog, &["7"], false);
+        assert_eq!(
+            untrusted.requests, 100,
+            "only a trusted proxy states an amount"
+        );
+    }
+
+    #[test]
+    fn the_burst_follows_the_amount() {
+        let bucket = Algorithm::TokenBucket {
+            burst: 100,
+            warm_up_us: 0,
+        };
+        assert_eq!(read_amount(bucket, &["7"], true).capacity(), 7);
+        assert_eq!(read_amount(bucket, &[], true).capacity(), 100);
     }
 }

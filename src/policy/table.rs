@@ -127,20 +127,15 @@ impl PolicyTable {
         self
     }
 
-    /// Returns the table with the header that marks requests. Only tidegate sets it.
+    /// Returns the table with the header that marks requests, which only tidegate sets, and with
+    /// headers that the gateway in front sets. Those are protected as the ones that policies read:
+    /// the app may read them.
     #[must_use]
-    pub fn with_mark_header(mut self, name: HeaderName) -> Self {
-        self.dashed_headers.extend(dashed_name(&name));
-        self.mark_header = name;
-        self
-    }
-
-    /// Returns the table with headers that the gateway in front sets, and that are protected as
-    /// those that policies read: the app may read them.
-    #[must_use]
-    pub fn with_trusted_headers(mut self, names: Vec<HeaderName>) -> Self {
-        self.reference_headers(names.clone());
-        self.trusted_headers = names;
+    pub fn with_protected_headers(mut self, mark: HeaderName, trusted: Vec<HeaderName>) -> Self {
+        self.reference_headers(trusted.clone());
+        self.dashed_headers.extend(dashed_name(&mark));
+        self.mark_header = mark;
+        self.trusted_headers = trusted;
         self
     }
 

@@ -1,9 +1,9 @@
 //! Values that apps read in another form than they were sent: trimmed, decoded, or by another name.
 
 use super::authorization::{is_lenient_space, read_credentials};
-use super::facts::{decode_form_value, query_values, raw_cookie_values};
+use super::facts::{cookie_pairs, decode_form_value, query_values, raw_cookie_values};
 use super::{Facts, KeyPart};
-use http::header::{AUTHORIZATION, COOKIE};
+use http::header::AUTHORIZATION;
 use http::{HeaderMap, HeaderName};
 use memchr::memmem;
 use smallvec::SmallVec;
@@ -259,13 +259,9 @@ impl KeyPart {
 /// strip: Sanic reads `__Host-sid` as `sid`.
 fn has_prefixed_cookie(headers: &HeaderMap, name: &str) -> bool {
     let folded = fold_name(name.as_bytes());
-    let lines = headers.get_all(COOKIE).into_iter();
-    let mut parts = lines.flat_map(|line| {
-        let parts = line
-            .as_bytes()
-            .split(|byte| *byte == b';' || is_lenient_separator(byte));
-        parts.filter_map(|part| strip_cookie_prefix(part))
-    });
+    let mut parts = cookie_pairs(headers)
+        .flat_map(|pair| pair.split(is_lenient_separator))
+        .filter_map(strip_cookie_prefix);
     parts.any(|part| names_cookie(part, name, &folded))
 }
 
@@ -278,7 +274,11 @@ fn has_ambiguous_query(facts: &Facts<'_>, name: &str) -> bool {
         is_in_query || names_parameter(rest, name)
     };
     is_query_ambiguous(facts.query, name)
-        || facts.paths.possible_query().is_some_and(may_be_in_path)
+        || facts
+            .paths
+            .possible_query
+            .as_deref()
+            .is_some_and(may_be_in_path)
 }
 
 /// Whether a part of a path, which upstreams decode before they split it, has a parameter with this
@@ -347,37 +347,33 @@ fn has_unicode_escape(text: &str) -> bool {
 fn is_cookie_ambiguous(headers: &HeaderMap, name: &str) -> bool {
     let folded = fold_name(name.as_bytes());
     let mut remaining_parts = MAX_COOKIE_PARTS;
-    headers
-        .get_all(COOKIE)
-        .into_iter()
-        .flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
-        .any(|pair| {
-            let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
-            let found = halves.next().unwrap_or_default();
-            let value = halves.next().unwrap_or_default();
-            if value.starts_with(b"\"") && (value.len() == 1 || !value.ends_with(b"\"")) {
+    cookie_pairs(headers).any(|pair| {
+        let mut halves = pair.splitn(2, |byte| *byte == b'=').map(<[u8]>::trim_ascii);
+        let found = halves.next().unwrap_or_default();
+        let value = halves.next().unwrap_or_default();
+        if value.starts_with(b"\"") && (value.len() == 1 || !value.ends_with(b"\"")) {
+            return true;
+        }
+        // nginx separates cookies at commas, Python's `http.cookies` at spaces too.
+        for (index, part) in pair.trim_ascii().split(is_lenient_separator).enumerate() {
+            if remaining_parts == 0 || index > 0 && names_cookie(part, name, &folded) {
                 return true;
             }
-            // nginx separates cookies at commas, Python's `http.cookies` at spaces too.
-            for (index, part) in pair.trim_ascii().split(is_lenient_separator).enumerate() {
-                if remaining_parts == 0 || index > 0 && names_cookie(part, name, &folded) {
-                    return true;
-                }
-                remaining_parts -= 1;
-                // WebOb finds a name after any byte that no name has.
-                let mut inner = part.split(is_foreign_to_cookies).skip(1);
-                if inner.any(|text| text.contains(&b'=') && names_cookie(text, name, &folded)) {
-                    return true;
-                }
+            remaining_parts -= 1;
+            // WebOb finds a name after any byte that no name has.
+            let mut inner = part.split(is_foreign_to_cookies).skip(1);
+            if inner.any(|text| text.contains(&b'=') && names_cookie(text, name, &folded)) {
+                return true;
             }
-            if found == name.as_bytes() {
-                return value
-                    .iter()
-                    .any(|byte| matches!(byte, b' ' | b'\t' | b'\\' | 0x80..))
-                    || is_json_cookie(value);
-            }
-            is_look_alike(&decode_percent(found), &folded)
-        })
+        }
+        if found == name.as_bytes() {
+            return value
+                .iter()
+                .any(|byte| matches!(byte, b' ' | b'\t' | b'\\' | 0x80..))
+                || is_json_cookie(value);
+        }
+        is_look_alike(&decode_percent(found), &folded)
+    })
 }
 
 fn is_lenient_separator(byte: &u8) -> bool {

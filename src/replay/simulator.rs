@@ -201,10 +201,8 @@ impl<'t> PolicySimulator<'t> {
             headers,
             client_ip: client.ip,
             token: &token,
-            client_cert: None,
-            has_joined_headers: false,
             is_peer_trusted: client.is_peer_trusted,
-            descriptor: None,
+            ..Facts::placeholder()
         };
         let (report, peaks, table) = (&mut self.report, &mut self.peaks, self.table);
         let keys_by_policy = &mut self.keys_by_policy;

@@ -115,11 +115,9 @@ impl ServerIdentity {
 
     /// Whether a wildcard name of the certificate covers `name`. A wildcard stands for one label.
     fn has_wildcard_for(&self, name: &str) -> bool {
-        let Some((_, parent)) = name.split_once('.') else {
-            return false;
-        };
         let mut names = self.certificate.dns_names.iter();
-        names.any(|own| own.strip_prefix("*.") == Some(parent))
+        name.split_once('.')
+            .is_some_and(|(_, parent)| names.any(|own| own.strip_prefix("*.") == Some(parent)))
     }
 }
 
@@ -227,7 +225,11 @@ fn build_server_config(
             }
             let issuer_verifier = builder.build().map_err(|error| error.to_string())?;
             match &clients.crl {
-                None => Arc::new(TrustedClientVerifier::new(trusted, issuer_verifier)),
+                None => Arc::new(TrustedClientVerifier {
+                    trusted,
+                    algorithms: provider.signature_verification_algorithms,
+                    issuer_verifier,
+                }),
                 // Revocation needs an issuer with a revocation list.
                 Some(_) => issuer_verifier,
             }

@@ -145,22 +145,9 @@ impl ServerCertVerifier for TrustedCertificates {
 /// itself.
 #[derive(Debug)]
 pub(super) struct TrustedClientVerifier {
-    trusted: TrustedCertificates,
-    algorithms: WebPkiSupportedAlgorithms,
-    issuer_verifier: Arc<dyn ClientCertVerifier>,
-}
-
-impl TrustedClientVerifier {
-    pub(super) fn new(
-        trusted: TrustedCertificates,
-        issuer_verifier: Arc<dyn ClientCertVerifier>,
-    ) -> Self {
-        Self {
-            algorithms: trusted.algorithms,
-            trusted,
-            issuer_verifier,
-        }
-    }
+    pub(super) trusted: TrustedCertificates,
+    pub(super) algorithms: WebPkiSupportedAlgorithms,
+    pub(super) issuer_verifier: Arc<dyn ClientCertVerifier>,
 }
 
 impl ClientCertVerifier for TrustedClientVerifier {

@@ -25,8 +25,11 @@ const CANDIDATE_OVERHEAD: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathInterpretations {
     readings: SmallVec<[Box<str>; 2]>,
-    has_nested_escape: bool,
-    possible_query: Option<Box<str>>,
+    /// Whether the path, decoded once, contains an escaped `.`, `/`, `\` or `%`. An app that
+    /// decodes twice reads another path.
+    pub(crate) has_nested_escape: bool,
+    /// The part of the path that an upstream may read as the query, from its delimiter on.
+    pub(crate) possible_query: Option<Box<str>>,
 }
 
 /// Returns the interpretation of the root path.
@@ -68,17 +71,6 @@ impl PathInterpretations {
 
     pub fn has_single_reading(&self) -> bool {
         self.readings.len() == 1
-    }
-
-    /// Whether the path, decoded once, contains an escaped `.`, `/`, `\` or `%`. An app that
-    /// decodes twice reads another path.
-    pub fn has_nested_escape(&self) -> bool {
-        self.has_nested_escape
-    }
-
-    /// The part of the path that an upstream may read as the query, from its delimiter on.
-    pub(crate) fn possible_query(&self) -> Option<&str> {
-        self.possible_query.as_deref()
     }
 
     fn from_single_reading(path: &str) -> Self {

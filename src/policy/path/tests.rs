@@ -265,11 +265,11 @@ fn a_double_escape_of_a_path_character_is_noticed() {
         "/%2%35c%255C",
     ] {
         let readings = PathInterpretations::parse(path, &DEFAULT_SETTINGS).unwrap();
-        assert!(readings.has_nested_escape(), "{path}");
+        assert!(readings.has_nested_escape, "{path}");
     }
     for path in ["/a", "/%2e", "/%2541", "/%25", "/100%25"] {
         let readings = PathInterpretations::parse(path, &DEFAULT_SETTINGS).unwrap();
-        assert!(!readings.has_nested_escape(), "{path}");
+        assert!(!readings.has_nested_escape, "{path}");
     }
 }
 
