@@ -9,6 +9,7 @@ pub(crate) mod key_status;
 mod listener_set;
 pub(crate) mod override_store;
 pub(crate) mod overrides;
+mod policy_documents;
 mod shutdown;
 mod store_backend;
 
@@ -153,12 +154,7 @@ async fn run_proxy(
     let history = start_history(&shared);
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
     let view = view_state.into_backend(history);
-    let metric_exporter = config.metric_export.clone().map(|settings| {
-        let (state, metrics) = (Arc::clone(&view.state), Arc::clone(&view.metrics));
-        let read_status = Arc::new(move || state.read_status());
-        let resource = read_resource(redis::instance_id());
-        start_metric_export(settings, resource, metrics, read_status)
-    });
+    let metric_exporter = start_metric_exporter(&config, &view);
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
     if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(admin_view::describe_member(&config.admin, &admin));
@@ -194,6 +190,20 @@ async fn run_proxy(
     tokio::join!(spans, metrics);
     tracing::info!(connections_cut = cut, "stopped");
     Ok(())
+}
+
+/// Starts the export of metrics by OTLP, if it is configured.
+fn start_metric_exporter(config: &Config, view: &AdminBackend) -> Option<ExportHandle> {
+    let settings = config.metric_export.clone()?;
+    let (state, metrics) = (Arc::clone(&view.state), Arc::clone(&view.metrics));
+    let read_status = Arc::new(move || state.read_status());
+    let resource = read_resource(redis::instance_id());
+    Some(start_metric_export(
+        settings,
+        resource,
+        metrics,
+        read_status,
+    ))
 }
 
 /// State that all workers and the admin endpoint share.

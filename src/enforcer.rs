@@ -11,6 +11,7 @@ mod estimated_charge;
 mod explain;
 mod own_limits;
 mod plan_verdict;
+mod planned_policy;
 mod rate_limit_call;
 mod verdict;
 

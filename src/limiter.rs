@@ -17,6 +17,7 @@ mod effects;
 mod fixed_window;
 mod key;
 mod key_override;
+mod key_text;
 mod leaky_bucket;
 mod limit;
 mod overridden_charges;
@@ -33,10 +34,9 @@ pub use decision::{
     ChargeOutcome, Decision, LeaseGrant, LimitStatus, PolicyOutcome, Refusal, RequestPart,
 };
 pub use effects::{ChargeEffect, compute_lease_grant, determine_effects};
-pub use key::{
-    CounterScope, DIGEST_BYTES, Key, KeyBuilder, ListedValue, SOURCES_BYTES, format_digest,
-};
+pub use key::{CounterScope, Key, KeyBuilder, SOURCES_BYTES};
 pub use key_override::{KeyOverride, LimitAmounts, LimitName, OverrideInEffect};
+pub use key_text::{DIGEST_BYTES, ListedValue, format_digest};
 pub use limit::{Algorithm, Limit};
 pub use overridden_charges::OverriddenCharges;
 

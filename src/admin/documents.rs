@@ -2,6 +2,12 @@
 //!
 //! Missing fields are no error, so that the answers of an older proxy can be shown.
 
+mod doctor;
+mod keys;
+
+pub use doctor::*;
+pub use keys::*;
+
 use crate::telemetry::metrics::{CertificateExpiry, ConnectionCounts, LastReload, StoreStatus};
 use crate::telemetry::top_rejections::RejectionRanking;
 use serde::{Deserialize, Serialize};
@@ -9,10 +15,9 @@ use serde_json::{Map, Value};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use strum::IntoStaticStr;
 
-/// Decisions that refuse a request, or would refuse it if the policy were not in mode `shadow` or `mark`.
-/// Among all requests, `degraded_refused` is a part of `degraded`.
+/// Decisions that refuse a request, or would refuse it if the policy were not in mode `shadow` or
+/// `mark`. Among all requests, `degraded_refused` is a part of `degraded`.
 pub(crate) const REFUSED_SERIES: [&str; 6] = [
     "rejected",
     "blocked",
@@ -68,164 +73,6 @@ pub struct OverrideRemovalDocument {
     pub key: Vec<String>,
     /// Whether there was one.
     pub removed: bool,
-}
-
-/// A limit, and its status if that is known.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct LimitDocument {
-    pub name: String,
-    pub algorithm: String,
-    pub requests: u64,
-    /// The period as in the configuration; `None` for `concurrency`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub per: Option<String>,
-    /// The time zone of a calendar period.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tz: Option<String>,
-    /// The field of the request that may state another amount.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub requests_from: Option<String>,
-    /// `unlimited`, `blocked` or `limits`, for a key with an override.
-    #[serde(rename = "override", skip_serializing_if = "Option::is_none")]
-    pub override_kind: Option<String>,
-    /// Whether the explained request states the amounts.
-    #[serde(skip)]
-    pub is_stated: bool,
-    /// `None` if the status is unknown, or nothing is counted.
-    #[serde(flatten)]
-    pub usage: Option<LimitUsage>,
-    /// What only programs read, such as the settings of the algorithm.
-    #[serde(flatten)]
-    pub details: Map<String, Value>,
-}
-
-/// The units of a limit.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct LimitUsage {
-    pub used: u64,
-    pub remaining: u64,
-    /// Seconds until more units are available; `None` if none is used.
-    pub grows_in_s: Option<f64>,
-}
-
-/// A key of a policy and the status of its limits.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct KeyDocument {
-    pub policy: String,
-    pub key: String,
-    /// The hash of the key, as in the log; older proxies send none.
-    pub key_hash: Option<String>,
-    /// Whether a request of the lowest cost would be admitted.
-    pub admitted: bool,
-    pub mode: String,
-    pub scope: String,
-    pub shadow: bool,
-    pub least_cost: u64,
-    pub blocked_s: Option<f64>,
-    pub limits: Vec<LimitDocument>,
-    /// Describes the key's override in the store.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub override_words: Option<String>,
-    /// `allow`, `deny` or `off`, by an override of the configuration.
-    #[serde(rename = "override", skip_serializing_if = "Option::is_none")]
-    pub override_rule: Option<String>,
-    /// The Redis keys of the counters.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub counters: Option<Vec<String>>,
-}
-
-/// Result of resetting a key.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct KeyResetDocument {
-    pub policy: String,
-    pub key: String,
-    pub counters_forgotten: u64,
-    /// Names of the limits that were reset.
-    pub limits: Vec<String>,
-    /// Whether a block was deleted.
-    pub unblocked: bool,
-    /// Remaining seconds of the key's block, if it stays because only one limit was reset.
-    pub blocked_s: Option<f64>,
-}
-
-/// Counters in Redis, and whether there are more.
-#[derive(Debug, Serialize)]
-pub struct CounterListDocument {
-    pub counters: Vec<CounterDocument>,
-    pub more: bool,
-}
-
-/// A counter in Redis.
-#[derive(Debug, Serialize)]
-pub struct CounterDocument {
-    /// The Redis key.
-    pub key: String,
-    /// The policy and the values of the key, if the Redis key contains them.
-    pub readable: Option<String>,
-    pub algorithm: &'static str,
-    pub per_s: f64,
-    pub used: u64,
-    /// Seconds until units become available; `None` if none is used.
-    pub frees_in_s: Option<f64>,
-    /// The unit and the time zone of a calendar period.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub per: Option<&'static str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub tz: Option<String>,
-}
-
-/// What each policy does with a request, and the expected result.
-#[derive(Debug, Default, Serialize, Deserialize)]
-#[serde(default)]
-pub struct ExplanationDocument {
-    pub expected: ExpectedOutcome,
-    pub policies: Vec<ExplainedPolicy>,
-    /// Why the counters cannot be read.
-    pub store_error: Option<String>,
-    /// The error in the request's token.
-    pub token_fault: Option<String>,
-}
-
-/// The expected result for the client.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct ExpectedOutcome {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub status: Option<u16>,
-    /// `None` if the counters cannot be read, or the request is rejected before policies apply.
-    pub decision: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub by: Option<Vec<String>>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub why: Option<String>,
-}
-
-/// What one policy does with a request.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct ExplainedPolicy {
-    pub policy: String,
-    pub mode: String,
-    pub shadow: bool,
-    pub result: String,
-    pub why: Option<String>,
-    /// The result in words.
-    #[serde(skip)]
-    pub words: String,
-    #[serde(flatten)]
-    pub limited: Option<ExplainedKey>,
-}
-
-/// The key of a request in one policy, and its limits.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct ExplainedKey {
-    pub key: String,
-    pub key_hash: String,
-    pub scope: String,
-    pub cost: u64,
-    pub limits: Vec<LimitDocument>,
-    pub blocked_s: Option<f64>,
 }
 
 /// The summary of one instance: state, rate, and rankings.
@@ -496,99 +343,6 @@ pub struct DrainDocument {
 #[derive(Debug, Serialize, Deserialize)]
 pub struct LogLevelDocument {
     pub level: Option<String>,
-}
-
-/// What was examined and found.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct DoctorReport {
-    /// Whether every check has a result and none is a fault.
-    pub ok: bool,
-    pub faults: usize,
-    pub warnings: usize,
-    pub unknown: usize,
-    pub checked_at_s: u64,
-    pub store: ExaminedStore,
-    /// By server, in the order of the checks.
-    pub findings: Vec<DoctorFinding>,
-    pub servers: Vec<ExaminedServer>,
-    /// The counters of each policy, over all servers.
-    pub policies: Vec<PolicyMemory>,
-}
-
-/// The store of the configuration.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "lowercase")]
-pub enum ExaminedStore {
-    Memory,
-    Redis { address: String, key_prefix: String },
-}
-
-/// The result of one check.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct DoctorFinding {
-    pub level: FindingLevel,
-    /// A stable name, such as `eviction`.
-    pub check: Cow<'static, str>,
-    /// `None` if the finding is about the configuration or all servers.
-    pub server: Option<String>,
-    pub found: String,
-    pub advice: Option<String>,
-}
-
-/// How serious a finding is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, IntoStaticStr, Serialize, Deserialize)]
-#[strum(serialize_all = "lowercase", const_into_str)]
-#[serde(rename_all = "lowercase")]
-pub enum FindingLevel {
-    Ok,
-    /// The check has no result: Redis did not answer in time.
-    Unknown,
-    /// Works now, and may fail or lose usage in some event.
-    Warning,
-    /// Decisions fail, or limits are not kept.
-    Fault,
-}
-
-/// The figures of one server. A field is `None` if the server does not report it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ExaminedServer {
-    pub address: String,
-    pub version: Option<String>,
-    pub valkey_version: Option<String>,
-    pub mode: Option<String>,
-    pub role: Option<String>,
-    pub uptime_s: Option<u64>,
-    pub memory_bytes: Option<u64>,
-    pub memory_max_bytes: Option<u64>,
-    pub maxmemory_policy: Option<String>,
-    pub append_only_file: Option<bool>,
-    pub replicas: Option<Vec<ExaminedReplica>>,
-    pub clock_ahead_ms: Option<f64>,
-    pub clock_error_ms: Option<f64>,
-    pub latency_p50_ms: Option<f64>,
-    pub latency_p99_ms: Option<f64>,
-    pub denied_commands: Option<Vec<String>>,
-    pub scanned_share: Option<f64>,
-}
-
-/// A replica of a server.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct ExaminedReplica {
-    pub address: String,
-    pub state: String,
-    pub behind_bytes: u64,
-    /// Seconds since its last acknowledgement.
-    pub lag_s: Option<u64>,
-}
-
-/// Counters and memory of one policy, estimated from a sample.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct PolicyMemory {
-    /// `None` for counters whose names are too long to contain the policy.
-    pub policy: Option<String>,
-    pub counters: u64,
-    pub bytes: u64,
-    pub without_expiry: u64,
 }
 
 #[cfg(test)]

@@ -268,8 +268,8 @@ fn mean_rate(view: &AdminBackend) -> f64 {
 /// Separates this use of the token from others.
 const PURPOSE: &str = "tidegate fleet summary v1";
 
-/// Bearer credential for the summary of one instance: what one instance sends to another instead of the
-/// token.
+/// Bearer credential for the summary of one instance: what one instance sends to another instead of
+/// the token.
 ///
 /// Anyone who can write to Redis can add a heartbeat with an address of their own, so the token
 /// itself is never sent. The credential is derived from the token and the id of the instance. It is

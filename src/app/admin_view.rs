@@ -1,29 +1,26 @@
 //! Connects the admin endpoint to the other modules.
 
 use super::SharedState;
-use super::key_status::{
-    ResolvedKey, describe_limit, find_limiting_policy, micros_to_seconds, resolve_key,
-    resolve_override_key,
-};
+use super::key_status::{ResolvedKey, find_limiting_policy, resolve_key, resolve_override_key};
 use super::listener_set::ListenerSet;
 use super::override_store::{OverrideChange, OverrideStore, sort_listing};
 use super::overrides::{
     OverrideInput, describe_stored_override, override_from_json, resolve_override,
 };
+use super::policy_documents::describe_policy;
 use super::shutdown::begin_drain;
 use super::store_backend::{StoreBackend, connect};
 use super::{doctor, explanation};
 use crate::admin::{
     AdminBackend, AdminError, AdminFuture, AdminSettings, AdminState, AdvertisedAddress,
     DoctorReport, DrainDocument, ExplainRequest, ExplanationDocument, FleetInstanceDocument,
-    FleetMembers, KeyDocument, KeyQuery, KeyResetDocument, LeaseDocument, OverrideDocument,
-    OverrideListDocument, OverrideRemovalDocument, OverviewInstance, PolicyDocument, PolicyPage,
-    PolicySelection, QuotaDocument,
+    FleetMembers, KeyDocument, KeyQuery, KeyResetDocument, OverrideDocument, OverrideListDocument,
+    OverrideRemovalDocument, OverviewInstance, PolicyDocument, PolicyPage, PolicySelection,
 };
 use crate::clock::{self, Clock};
 use crate::config::Config;
 use crate::listen::ListenAddress;
-use crate::policy::{OnStoreFailure, Policy, PolicyAction, Quota};
+use crate::policy::{OnStoreFailure, Policy};
 use crate::proxy::{ListenerKind, OpenConnections, ShutdownSignal};
 use crate::reload;
 use crate::store::redis::{self, MemberDescription, MemberList, RedisOutage, SharedRedisState};
@@ -34,7 +31,7 @@ use crate::telemetry::metrics::{
 };
 use crate::telemetry::trace::Tracer;
 use parking_lot::Mutex;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use std::collections::{BTreeMap, HashMap};
 use std::env;
 use std::sync::Arc;
@@ -469,44 +466,6 @@ fn to_fleet_members(list: MemberList) -> FleetMembers {
     FleetMembers {
         instances: instances.collect(),
         total: list.total,
-    }
-}
-
-fn describe_policy(policy: &Policy, described: PolicyDocument) -> PolicyDocument {
-    let action = match policy.action {
-        PolicyAction::Allow => "allow",
-        PolicyAction::Deny => "deny",
-        PolicyAction::Limit(_) => "limit",
-    };
-    PolicyDocument {
-        mode: policy.mode.name().to_owned(),
-        priority: Some(policy.priority),
-        action: Some(action.to_owned()),
-        quota: policy.quota().map(|quota| describe_quota(policy, quota)),
-        ..described
-    }
-}
-
-fn describe_quota(policy: &Policy, quota: &Quota) -> QuotaDocument {
-    let on_store_failure = match policy.on_store_failure {
-        _ if quota.is_instance_scoped() => None,
-        OnStoreFailure::Open => Some("open"),
-        OnStoreFailure::Closed => Some("closed"),
-        OnStoreFailure::Local => Some("local"),
-    };
-    QuotaDocument {
-        key: quota.key.describe_positions(),
-        limits: quota.limits.iter().map(describe_limit).collect(),
-        overrides: quota.overrides.as_slice().len(),
-        dynamic: quota.is_dynamic,
-        scope: quota.key.scope.name().to_owned(),
-        counter: quota.key.counter_name().map(str::to_owned),
-        on_store_failure: on_store_failure.map(str::to_owned),
-        block_s: quota.block.map(|block| micros_to_seconds(block.per_us)),
-        lease: quota.lease.map(|lease| LeaseDocument {
-            size: lease.size.map_or(json!("auto"), |size| json!(size)),
-            ttl_s: micros_to_seconds(lease.ttl_us),
-        }),
     }
 }
 

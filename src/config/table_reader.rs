@@ -255,8 +255,8 @@ impl<'a> TableReader<'a> {
         self.input.report(severity, span, path, problem);
     }
 
-    /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or if
-    /// no such file is read.
+    /// Reads the text file named by `key`. Returns `None` if the key is empty, after an error, or
+    /// if no such file is read.
     pub(super) fn read_text_file(&self, key: &str, content: &str) -> Option<String> {
         let path = self.get_nonempty_string(key)?;
         if !self.input.reads_key_files() {

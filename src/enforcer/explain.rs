@@ -1,7 +1,8 @@
 //! Explains the decision about a request, policy by policy, without charging anything.
 
 use super::LimitReport;
-use super::charge_plan::{ChargePlan, PlannedPolicy};
+use super::charge_plan::ChargePlan;
+use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, LimitStatus};
 use crate::policy::{
     ClientQuota, Facts, KeyDigests, KeyError, OverrideRule, Policy, PolicyAction, PolicyTable,

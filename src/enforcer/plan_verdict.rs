@@ -1,7 +1,8 @@
 //! From the store's decision about a plan to a verdict, and to the decision of each policy.
 
-use super::charge_plan::{ChargePlan, PlannedPolicy, PolicyStatuses};
+use super::charge_plan::ChargePlan;
 use super::decisions::PolicyDecision;
+use super::planned_policy::{PlannedPolicy, PolicyStatuses};
 use super::{LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, Verdict};
 use crate::limiter::{Decision, LimitStatus, Refusal};
 use crate::policy::{OnStoreFailure, PolicyMode};

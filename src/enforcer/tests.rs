@@ -1,4 +1,4 @@
-use super::charge_plan::PlannedPolicy;
+use super::planned_policy::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts};

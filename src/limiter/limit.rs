@@ -202,7 +202,8 @@ impl Limit {
 
     /// The limit of shard `number` of `shard_count` counters over which one hot key is spread, so
     /// that several servers share its load; `number` is below `shard_count`. The limits sum to the
-    /// whole, and a request tries one shard after the other, so free units in any can be used. None is 0 if the whole is at least `shard_count`.
+    /// whole, and a request tries one shard after the other, so free units in any can be used. None
+    /// is 0 if the whole is at least `shard_count`.
     pub fn shard_limit(&self, number: u16, shard_count: u16) -> Self {
         let (number, shard_count) = (u64::from(number), u64::from(shard_count.max(1)));
         let part = |whole: u64| whole / shard_count + u64::from(number < whole % shard_count);

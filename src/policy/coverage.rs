@@ -1,5 +1,6 @@
-//! Coverage tests for `check`: they detect policies that an earlier policy makes unreachable. An index
-//! finds the few matchers that may cover another one, so that thousands need no comparison in pairs.
+//! Coverage tests for `check`: they detect policies that an earlier policy makes unreachable. An
+//! index finds the few matchers that may cover another one, so that thousands need no comparison in
+//! pairs.
 //!
 //! All results are conservative: `true` is certain, `false` may mean unknown. Two regular
 //! expressions, for example, count as equal only if their texts are equal.

@@ -41,7 +41,8 @@ pub struct Facts<'a> {
 }
 
 impl<'a> Facts<'a> {
-    /// Values for the fields that a caller does not set: those of a request for `/`, without headers.
+    /// Values for the fields that a caller does not set: those of a request for `/`, without
+    /// headers.
     pub fn placeholder() -> Self {
         static METHOD: Method = Method::GET;
         static PATHS: LazyLock<PathInterpretations> = LazyLock::new(PathInterpretations::default);

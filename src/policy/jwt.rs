@@ -130,8 +130,8 @@ impl RequestToken {
         &NONE
     }
 
-    /// The texts of a claim, or `None` if it is absent. Every call must pass the headers of the same
-    /// request.
+    /// The texts of a claim, or `None` if it is absent. Every call must pass the headers of the
+    /// same request.
     pub(super) fn claim(&self, headers: &HeaderMap, name: &ClaimName) -> Option<&[Box<str>]> {
         let reader = self.reader.as_ref()?;
         let claims_result = self

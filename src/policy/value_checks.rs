@@ -217,8 +217,8 @@ const MAX_COOKIE_PARTS: usize = 1000;
 type FoldedName = SmallVec<[u8; 64]>;
 
 impl KeyPart {
-    /// Returns why upstreams may read another value of a query parameter or cookie, unless a setting
-    /// allows it.
+    /// Returns why upstreams may read another value of a query parameter or cookie, unless a
+    /// setting allows it.
     pub(super) fn find_ambiguity(
         &self,
         facts: &Facts<'_>,
@@ -630,7 +630,10 @@ mod tests {
     fn cookies_that_parsers_unescape_differently_are_ambiguous() {
         let is_ambiguous = |line: &[u8]| {
             let mut headers = HeaderMap::new();
-            headers.append(COOKIE, http::HeaderValue::from_bytes(line).unwrap());
+            headers.append(
+                http::header::COOKIE,
+                http::HeaderValue::from_bytes(line).unwrap(),
+            );
             is_cookie_ambiguous(&headers, "sid")
         };
         for line in [

@@ -1,5 +1,5 @@
-//! Values and patterns that operators write, such as `acme-*`, in the form that the keys of requests
-//! have.
+//! Values and patterns that operators write, such as `acme-*`, in the form that the keys of
+//! requests have.
 
 use super::authorization::read_credentials;
 use super::client::format_client_network;

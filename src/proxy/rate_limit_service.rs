@@ -205,8 +205,8 @@ impl Drop for RateLimitCallCountGuard<'_> {
     }
 }
 
-/// Builds the descriptors to decide, and returns which ones of the call these are. A descriptor that
-/// cannot be decided leaves the other ones limited: an error would let Envoy pass all of them.
+/// Builds the descriptors to decide, and returns which ones of the call these are. A descriptor
+/// that cannot be decided leaves the other ones limited: an error would let Envoy pass all of them.
 ///
 /// # Errors
 /// Returns the first error if no descriptor can be decided.

@@ -13,6 +13,7 @@ pub(crate) mod handler;
 mod listener;
 mod monitored_socket;
 mod parse_error_reply;
+mod transport;
 pub(crate) mod worker;
 
 use futures_util::future::{join_all, select_all};

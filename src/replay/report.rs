@@ -351,7 +351,8 @@ impl PolicyReport {
 }
 
 impl LimitProposal {
-    /// How many keys the suggested limit touches, and how many the present one, as ends of sentences.
+    /// How many keys the suggested limit touches, and how many the present one, as ends of
+    /// sentences.
     fn describe_touched_keys(&self) -> [String; 2] {
         let touched = |touched, keys: &str| {
             let share = format_share(touched, self.keys);

@@ -218,8 +218,8 @@ impl LeaseRefill {
     }
 }
 
-/// Whether all charges with a lease cost at most one unit. Other requests ask the store at once when
-/// a lease is exhausted, because only an admitted one refills it.
+/// Whether all charges with a lease cost at most one unit. Other requests ask the store at once
+/// when a lease is exhausted, because only an admitted one refills it.
 pub(super) fn has_small_costs(request: &[PolicyCharges<'_>]) -> bool {
     let is_small = |policy: &PolicyCharges<'_>| policy.limits.iter().all(|charge| charge.cost <= 1);
     let mut policies = request.iter();

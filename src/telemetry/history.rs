@@ -85,8 +85,8 @@ pub struct DurationHistograms {
     pub responses: HistogramSnapshot,
 }
 
-/// A value per minute and per hour, oldest first: the history of a policy, or the start of each period
-/// in seconds since the Unix epoch. The last period of each list is incomplete.
+/// A value per minute and per hour, oldest first: the history of a policy, or the start of each
+/// period in seconds since the Unix epoch. The last period of each list is incomplete.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Timeline<T> {
     pub minutes: Vec<T>,

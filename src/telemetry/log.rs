@@ -197,7 +197,8 @@ impl<W: Write> Write for EscapingWriter<W> {
     }
 }
 
-/// Escapes characters of JSON, which may occur only in its strings: the escape means the same there.
+/// Escapes characters of JSON, which may occur only in its strings: the escape means the same
+/// there.
 pub(crate) fn escape_json(json: &str, is_escaped: impl Fn(char) -> bool) -> String {
     let mut escaped = String::with_capacity(json.len());
     for character in json.chars() {

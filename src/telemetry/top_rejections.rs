@@ -244,8 +244,9 @@ impl TopRejections {
     }
 }
 
-/// Adds up rankings: of sketches, or of instances. Each part lists its most rejected items, and bounds
-/// the rejections of the others. The true count of an item lies between `count - error` and `count`.
+/// Adds up rankings: of sketches, or of instances. Each part lists its most rejected items, and
+/// bounds the rejections of the others. The true count of an item lies between `count - error` and
+/// `count`.
 #[derive(Debug, Default)]
 pub(crate) struct RankingSum {
     /// Each item by its id, with the sum of the bounds of the parts that list it.
@@ -378,8 +379,8 @@ impl SpaceSavingSketch {
     }
 }
 
-/// The id of a text of a policy. All workers share one randomly keyed hasher, so that clients cannot
-/// construct collisions.
+/// The id of a text of a policy. All workers share one randomly keyed hasher, so that clients
+/// cannot construct collisions.
 pub(crate) fn hash_text(policy: &str, text: &str) -> u128 {
     static HASHER: LazyLock<RandomState> = LazyLock::new(RandomState::default);
     HASHER.hash_one((policy, text)).into()

@@ -68,7 +68,8 @@ pub struct ServerIdentity {
 /// TLS server settings: a set of certificates and one session ticket key.
 pub struct ServerTls {
     pub config: Arc<ServerConfig>,
-    /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix epoch.
+    /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix
+    /// epoch.
     pub certificate_expiries: Vec<(String, u64)>,
     /// Whether the application gets the client's certificate.
     pub forwards_client_cert: bool,

@@ -44,11 +44,9 @@ pub(super) fn report_conflicts(
     let (in_instance, counts_rejected) = (quota.is_instance_scoped(), quota.count_rejected);
     let shares_counter = quota.key.counter_name().is_some();
     let (blocks, blocks_by_responses) = (quota.block.is_some(), quota.counts_responses());
-    let has_count_when = reader.contains_key("count_when");
     let has_header_cost = matches!(quota.cost, CostSource::Header(_));
     let is_estimated = quota.cost.as_estimate().is_some();
     let is_local = kind.on_store_failure == OnStoreFailure::Local;
-    let is_local_in_cluster = is_local && context.uses_redis_cluster;
     let has_slots = has_limit(is_concurrency_limit);
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
     let is_requested = has_limit(|one| one.amount.is_some());
@@ -59,11 +57,11 @@ pub(super) fn report_conflicts(
     });
     let modes = || std::iter::once(kind.mode).chain(quota.overrides.modes());
     // `count_rejected` of an instance is exact only if all keys are enforced.
-    let watching = modes().find(|mode| !mode.is_enforced());
-    let watching = watching.map(PolicyMode::name);
+    let watching = modes()
+        .find(|mode| !mode.is_enforced())
+        .map(PolicyMode::name);
     let is_enforced = modes().any(PolicyMode::is_enforced);
     let (mode, is_watching) = (kind.mode.name(), kind.is_watching());
-    let is_free = quota.cost.min_units() == 0;
     report! { reader;
         Error("cost") if for_descriptors && has_header_cost => "a call of the rate-limit service has no header; expected a number, which is multiplied by hits_addend";
         Error(cost) if for_descriptors && is_estimated => "a call of the rate-limit service has no response; expected a number as cost, which is multiplied by hits_addend";
@@ -73,7 +71,7 @@ pub(super) fn report_conflicts(
         Error(cost) if for_ext_authz && is_estimated => "calls at check.address carry no response; expected no estimate, or no [check]";
         Error(limits) if for_ext_authz && has_slots => "calls at check.address do not report the end of a request; expected no algorithm = \"concurrency\", or no [check]";
         Error(cost) if has_only_slots && is_estimated => "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too";
-        Error("count_rejected") if has_count_when && counts_rejected => "not with count_when: a rejected request has no response of the app; expected false";
+        Error("count_rejected") if reader.contains_key("count_when") && counts_rejected => "not with count_when: a rejected request has no response of the app; expected false";
         Error("count_rejected") if has_slots && counts_rejected => "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false";
         Error("dynamic") if shares_counter && is_dynamic => "not with counter: an override has the name of one policy, and a key of this counter belongs to several; expected false, or [[policy.override]] in all of them";
         Error("dynamic") if in_instance && is_dynamic => "not with scope = \"instance\": overrides of keys are in the store, which does not decide this policy; expected false, or [[policy.override]]";
@@ -95,11 +93,11 @@ pub(super) fn report_conflicts(
         Error("shards") if has_slots && is_sharded => "algorithm = \"concurrency\" can't be sharded; expected another algorithm, or no shards";
         Error("shards") if delays && is_sharded => "algorithm = \"leaky_bucket\" can't be sharded; expected another algorithm, or no shards";
         Error("shards") if is_estimated && is_sharded => "an estimate (also of count_when) is settled on one counter; expected no shards";
-        Error("shards") if is_local_in_cluster && is_sharded => "usage during an outage is written back to one counter; expected on_store_failure = \"open\" or \"closed\"";
+        Error("shards") if is_local && context.uses_redis_cluster && is_sharded => "usage during an outage is written back to one counter; expected on_store_failure = \"open\" or \"closed\"";
         Error("shards") if is_requested && is_sharded => "not with requests_from: shards need a fixed amount; expected no shards";
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
         Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
-        Warning("cost") if is_free => "requests with cost 0 are never limited";
+        Warning("cost") if quota.cost.min_units() == 0 => "requests with cost 0 are never limited";
         Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";
         Warning("lease") if leases && is_watching => "without effect: a policy in mode \"{mode}\" counts each request in the store";
         Warning("lease") if leases && !is_watching && context.uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";

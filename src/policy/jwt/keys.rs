@@ -87,8 +87,8 @@ impl UsedKeys {
     }
 }
 
-/// Returns the claims of a token that a trusted issuer has signed for an expected audience. Requests
-/// other keys of the issuer if none of the present ones fits.
+/// Returns the claims of a token that a trusted issuer has signed for an expected audience.
+/// Requests other keys of the issuer if none of the present ones fits.
 pub(super) fn verify_token(
     issuers: &[TokenIssuer],
     token: &str,

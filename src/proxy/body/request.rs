@@ -1,17 +1,19 @@
 //! Request bodies, received from the client.
 
+mod http2_rest;
+
 use bytes::Bytes;
-use http::{HeaderMap, header};
+use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use std::cell::{Cell, RefCell};
-use std::future::{pending, poll_fn};
+use std::future::poll_fn;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, timeout};
 
 use super::replay_buffer::ReplayBuffer;
 use super::{BodyError, add_to_size_hint};
@@ -21,7 +23,9 @@ use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
 use crate::proxy::client_connection::connection_output::ContinuePermit;
 use crate::proxy::connection_io::LazyTimer;
+use crate::proxy::http::header_lines::is_message_stream;
 use crate::proxy::http::request_validation::has_outer_white_space;
+use http2_rest::discard_http2_rest;
 
 /// Maximum bytes of an unwanted request body that are read and dropped, so that the HTTP/1
 /// connection can be reused.
@@ -490,50 +494,6 @@ impl Body for RequestBody {
 /// Start of a body that is read before the request takes a connection that others may need. A
 /// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
 const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
-
-/// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
-pub(crate) fn is_message_stream(headers: &HeaderMap) -> bool {
-    let content_type = headers.get(header::CONTENT_TYPE);
-    content_type.is_some_and(|value| {
-        let value = value.as_bytes();
-        value.starts_with(b"application/grpc") || value.starts_with(b"application/connect+")
-    })
-}
-
-/// Maximum bytes of an unwanted HTTP/2 request body that are read and dropped. After these bytes
-/// the client has to wait for the end of the response.
-const MAX_HTTP2_DISCARD_BYTES: u64 = 16 * 1024 * 1024;
-
-/// Time between the end of a response and the reset of its unwanted HTTP/2 request body. Common
-/// clients lose a response that arrives together with a reset, even with `NO_ERROR`.
-const HTTP2_RESET_DELAY: Duration = Duration::from_secs(1);
-
-/// Reads and drops the rest of an HTTP/2 request body. Dropping `body` resets the stream if the
-/// client has not ended or reset it. The reset waits until [`HTTP2_RESET_DELAY`] after the
-/// response. No more than [`MAX_HTTP2_DISCARD_BYTES`] are read.
-async fn discard_http2_rest(body: Rc<RefCell<RequestBodyStream>>) {
-    let progress = Rc::clone(&body.borrow().progress);
-    let rest = async {
-        let mut discarded = 0;
-        while discarded <= MAX_HTTP2_DISCARD_BYTES {
-            let incoming = poll_fn(|cx| Pin::new(&mut body.borrow_mut().incoming).poll_frame(cx));
-            let Some(Ok(frame)) = incoming.await else {
-                return;
-            };
-            body.borrow().release_frame(&frame);
-            discarded += frame.data_ref().map_or(0, |data| data.len() as u64);
-        }
-        pending().await
-    };
-    let delay = async {
-        progress.response_ended.notified().await;
-        sleep(HTTP2_RESET_DELAY).await;
-    };
-    tokio::select! {
-        () = rest => {}
-        () = delay => {}
-    }
-}
 
 #[cfg(test)]
 mod read_ahead_tests {

@@ -5,6 +5,10 @@
 //! task reads the next deadline. The state consists of cells on one thread: the request path never
 //! touches a timer.
 
+mod active_request;
+
+pub(crate) use active_request::ActiveRequestGuard;
+
 use std::cell::Cell;
 use std::future::poll_fn;
 use std::rc::Rc;
@@ -291,8 +295,8 @@ impl ConnectionMonitor {
         }
     }
 
-    /// Waits for a request to close, before the connection has a driver. Reports the memory each time
-    /// the task is woken.
+    /// Waits for a request to close, before the connection has a driver. Reports the memory each
+    /// time the task is woken.
     pub(crate) async fn wait_for_close_request(&self) -> ConnectionCloseReason {
         poll_fn(|cx| {
             self.report_memory();
@@ -472,41 +476,6 @@ impl ConnectionMonitor {
 impl Drop for ConnectionMonitor {
     fn drop(&mut self) {
         self.connections.remove_memory(&self.connection);
-    }
-}
-
-/// Guard that keeps a request active until all its clones are dropped.
-#[derive(Debug)]
-pub(crate) struct ActiveRequestGuard(Rc<ConnectionMonitor>);
-
-impl ActiveRequestGuard {
-    pub(crate) fn monitor(&self) -> &Rc<ConnectionMonitor> {
-        &self.0
-    }
-}
-
-impl Clone for ActiveRequestGuard {
-    fn clone(&self) -> Self {
-        self.0.active_requests.update(|value| value + 1);
-        Self(Rc::clone(&self.0))
-    }
-}
-
-impl Drop for ActiveRequestGuard {
-    fn drop(&mut self) {
-        let monitor = &self.0;
-        let active_requests = &monitor.active_requests;
-        active_requests.update(|value| value - 1);
-        if active_requests.get() == 0 {
-            let now = Instant::now();
-            monitor.phase.set(ConnectionPhase::Idle(now));
-            monitor.connection.set_idle(now);
-            // HTTP/2 streams end in their own tasks, so the driving task must be woken to read the
-            // deadline.
-            if monitor.is_http2.get() {
-                monitor.connection.driver.wake();
-            }
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! The open connections of all workers, their memory, and counters of the server.
 //!
-//! The sizes of connections are estimates: see [`super::connection_memory`]. They change when a head
-//! takes several reads, when a client does not read, and when a connection becomes idle; other
+//! The sizes of connections are estimates: see [`super::connection_memory`]. They change when a
+//! head takes several reads, when a client does not read, and when a connection becomes idle; other
 //! requests cost nothing here. While connections are being closed for the memory budget, no other
 //! connection reads.
 

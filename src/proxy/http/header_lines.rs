@@ -150,3 +150,12 @@ pub fn is_stripped_before_policies(name: &HeaderName) -> bool {
 pub fn is_client_cert_field(name: &HeaderName) -> bool {
     *name == CLIENT_CERT || *name == CLIENT_CERT_CHAIN
 }
+
+/// Whether a request is a gRPC or Connect call, whose body is a stream of messages.
+pub(crate) fn is_message_stream(headers: &HeaderMap) -> bool {
+    let content_type = headers.get(header::CONTENT_TYPE);
+    content_type.is_some_and(|value| {
+        let value = value.as_bytes();
+        value.starts_with(b"application/grpc") || value.starts_with(b"application/connect+")
+    })
+}

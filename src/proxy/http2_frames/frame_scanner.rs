@@ -1,8 +1,8 @@
 //! Scans a client's HTTP/2 byte stream by its frames, below hyper and h2.
 //!
 //! Counts the costly frames, hides empty DATA frames, ends uploads of too many tiny ones, rejects a
-//! first frame other than SETTINGS (RFC 9113, 3.4), which h2 accepts, and passes field blocks through
-//! a [`FieldBlockFilter`]. See `docs/decisions/0083-library-guards.md`.
+//! first frame other than SETTINGS (RFC 9113, 3.4), which h2 accepts, and passes field blocks
+//! through a [`FieldBlockFilter`]. See `docs/decisions/0083-library-guards.md`.
 
 use smallvec::SmallVec;
 use std::collections::VecDeque;

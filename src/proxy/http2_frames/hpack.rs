@@ -1,5 +1,5 @@
-//! Decodes the field blocks of HTTP/2 requests (HPACK, RFC 7541), and checks their fields as h2 does
-//! (RFC 9113, 8.2).
+//! Decodes the field blocks of HTTP/2 requests (HPACK, RFC 7541), and checks their fields as h2
+//! does (RFC 9113, 8.2).
 
 use http::uri::Authority;
 use smallvec::SmallVec;

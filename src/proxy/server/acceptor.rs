@@ -31,8 +31,8 @@ pub(super) struct ListenerAcceptor {
     listener_index: usize,
     connection_slots: Arc<Semaphore>,
     worker_queues: Vec<mpsc::Sender<QueuedConnection>>,
-    /// Idle connections of the last scan, with the start of their idle time; the longest idle one is
-    /// next.
+    /// Idle connections of the last scan, with the start of their idle time; the longest idle one
+    /// is next.
     idle_connections: vec::IntoIter<((u64, u64), Arc<OpenConnection>)>,
     limit_log: LogThrottle,
     is_failing: bool,

@@ -79,8 +79,9 @@ const REQUEST_TIMEOUT_RESPONSE: &[u8] =
 /// HTTP/2 client connection preface (RFC 9113, 3.4).
 const HTTP2_PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. Returns which, or `None` if the
-/// client disconnected before any byte arrived. If `close` is true, does not wait for the first byte.
+/// Reads until the first bytes are, or cannot be, the HTTP/2 preface. Returns which, or `None` if
+/// the client disconnected before any byte arrived. If `close` is true, does not wait for the first
+/// byte.
 fn poll_detect_http2(
     socket: &mut MonitoredSocket,
     first_bytes: &mut Vec<u8>,
@@ -134,7 +135,8 @@ async fn serve_http1<H: RequestHandler>(
     }
 }
 
-/// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket of an idle connection.
+/// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket of an idle
+/// connection.
 async fn serve_http1_until_idle<H: RequestHandler>(
     socket: MonitoredSocket,
     context: &RequestContext<H>,

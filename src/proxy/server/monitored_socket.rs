@@ -9,12 +9,11 @@ use std::rc::Rc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::{TcpStream, UnixStream};
 use tokio::time::{Instant, Sleep, sleep};
-use tokio_rustls::server::TlsStream;
 use tokio_util::either::Either;
 
 use super::parse_error_reply::describe_parse_error;
+use super::transport::{ClientTransport, socket_below_tls};
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 use crate::proxy::connection_io::{LazyTimer, move_buffered_bytes, poll_write_all};
 use crate::proxy::http::query_escaper::QueryEscaper;
@@ -59,21 +58,6 @@ const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 const GOAWAY_CALM: &[u8] = &[
     0, 0, 8, 7, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0, 0, 0, 11,
 ];
-
-/// Client socket, TCP or Unix.
-pub(crate) type ClientSocket = Either<TcpStream, UnixStream>;
-
-/// The client's byte stream after TLS, if any; the HTTP layer reads and writes it. Boxed, because a
-/// TLS stream is several times as large as a plain socket.
-pub(crate) type ClientTransport = Either<SocketBelowTls, Box<TlsStream<SocketBelowTls>>>;
-
-/// Socket below TLS, or the plain socket without TLS.
-pub(crate) fn socket_below_tls(transport: &mut ClientTransport) -> &mut SocketBelowTls {
-    match transport {
-        Either::Left(socket) => socket,
-        Either::Right(stream) => stream.get_mut().0,
-    }
-}
 
 /// Client byte stream that records its state in a [`ConnectionMonitor`]. Reads first return the
 /// bytes that were put back. Shutdown lingers: it discards input for a limited time.
@@ -162,7 +146,8 @@ impl MonitoredSocket {
     }
 
     /// Closes with a reset. The client cannot mistake a partial response for a complete one, and
-    /// unsent output holds no memory. Unix sockets have no reset: their client reads an end of file.
+    /// unsent output holds no memory. Unix sockets have no reset: their client reads an end of
+    /// file.
     pub(crate) fn abort(mut self) {
         if let Either::Left(socket) = &socket_below_tls(&mut self.transport).stream
             && let Err(error) = socket.set_zero_linger()
@@ -257,8 +242,8 @@ impl MonitoredSocket {
         })
     }
 
-    /// Accounts for what was read of HTTP/1 after `before`, and escapes the query of a request line.
-    /// Bytes after the first head wait until hyper has parsed it.
+    /// Accounts for what was read of HTTP/1 after `before`, and escapes the query of a request
+    /// line. Bytes after the first head wait until hyper has parsed it.
     fn follow_http1(&mut self, into: &mut ReadBuf<'_>, before: usize, is_pipelined: bool) {
         let received = into.filled().get(before..).unwrap_or_default();
         let parsed = self.monitor.parsed_input().filter(|parsed| {
@@ -461,112 +446,15 @@ impl AsyncWrite for MonitoredSocket {
     }
 }
 
-/// Client socket that reports blocked writes to a [`ConnectionMonitor`].
-///
-/// Blocked writes are observed below TLS, because the TLS layer buffers bytes and hides whether the
-/// socket accepts them.
-#[derive(Debug)]
-pub(crate) struct SocketBelowTls {
-    stream: ClientSocket,
-    pub(super) monitor: Rc<ConnectionMonitor>,
-    /// Bytes received behind the PROXY header. The next reads return these bytes first.
-    read_ahead: Bytes,
-    /// Whether the client has sent a byte, apart from the PROXY header.
-    pub(super) has_received: bool,
-    /// Whether TLS reads from this socket and may keep what it receives.
-    pub(super) is_below_tls: bool,
-}
-
-impl SocketBelowTls {
-    pub(crate) fn new(stream: ClientSocket, monitor: Rc<ConnectionMonitor>) -> Self {
-        Self {
-            stream,
-            monitor,
-            read_ahead: Bytes::new(),
-            has_received: false,
-            is_below_tls: false,
-        }
-    }
-
-    /// Puts back the bytes that follow the PROXY header. All later bytes are the client's own.
-    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
-        self.has_received = !bytes.is_empty();
-        self.read_ahead = Bytes::copy_from_slice(bytes);
-    }
-
-    /// Error of the connection, such as a reset by the client. After the client has ended its
-    /// sending direction, reads no longer report it.
-    pub(crate) fn take_error(&self) -> io::Result<Option<io::Error>> {
-        match &self.stream {
-            Either::Left(socket) => socket.take_error(),
-            Either::Right(socket) => socket.take_error(),
-        }
-    }
-}
-
-impl AsyncRead for SocketBelowTls {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let this = self.get_mut();
-        if !this.read_ahead.is_empty() {
-            move_buffered_bytes(&mut this.read_ahead, into);
-            return Poll::Ready(Ok(()));
-        }
-        let before = into.filled().len();
-        let read = Pin::new(&mut this.stream).poll_read(cx, into);
-        let received = into.filled().len() - before;
-        this.has_received |= received > 0;
-        if this.is_below_tls {
-            this.monitor.memory.add_tls_input(received);
-        }
-        read
-    }
-}
-
-impl AsyncWrite for SocketBelowTls {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.poll_write_vectored(cx, &[io::IoSlice::new(bytes)])
-    }
-
-    fn poll_write_vectored(
-        self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        let this = self.get_mut();
-        let result = Pin::new(&mut this.stream).poll_write_vectored(cx, bytes);
-        this.monitor.output.record_write_result(&result);
-        result
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{MonitoredSocket, SocketBelowTls};
+    use super::MonitoredSocket;
     use crate::proxy::client_connection::connection_monitor::{
         ConnectionMonitor, ConnectionTimeouts,
     };
     use crate::proxy::client_connection::open_connections::OpenConnections;
     use crate::proxy::client_connection::open_connections::tests::add_connection;
+    use crate::proxy::server::transport::SocketBelowTls;
     use std::future::poll_fn;
     use std::pin::Pin;
     use std::rc::Rc;

@@ -21,7 +21,7 @@ use super::allocator_trim::AllocatorTrim;
 use super::connection::serve_connection;
 use super::handler::RequestHandler;
 use super::listener::{ListenerConfig, WorkerListener};
-use super::monitored_socket::{ClientSocket, SocketBelowTls};
+use super::transport::{ClientSocket, SocketBelowTls};
 use crate::listen::ListenAddress;
 use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_monitor::{

@@ -159,8 +159,8 @@ impl UpstreamBody {
     }
 
     /// Reads the first frame, so that a body that fails at once, or right after it, is noticed
-    /// before its response head is forwarded. A body of unknown length may be a stream: only a frame
-    /// that has arrived is read. Returns whether the body goes on.
+    /// before its response head is forwarded. A body of unknown length may be a stream: only a
+    /// frame that has arrived is read. Returns whether the body goes on.
     ///
     /// # Errors
     /// Fails if the body is invalid or ends too early.
@@ -371,8 +371,8 @@ pub enum ResponseBody {
 
 impl ResponseBody {
     /// Attaches the concurrency slot and the trace recording to the body, to end with it. A body
-    /// from the upstream fails at the slot's `ends_at`. For a local body, which is already complete,
-    /// they end immediately.
+    /// from the upstream fails at the slot's `ends_at`. For a local body, which is already
+    /// complete, they end immediately.
     pub(crate) fn attach_guards(
         &mut self,
         slot_guard: Option<ConcurrencySlotGuard>,

@@ -22,8 +22,8 @@ pub struct LineTemplate {
     fields: Vec<TemplateField>,
     /// Text after the last field.
     end: String,
-    /// Position of a field that may contain the text after it. The fields after this one are matched
-    /// from the end of the line.
+    /// Position of a field that may contain the text after it. The fields after this one are
+    /// matched from the end of the line.
     longest_field: Option<usize>,
     /// Fields after `end`, quoted or not, of which the line has at least `required_words`.
     words: Vec<String>,

@@ -38,8 +38,8 @@ pub(super) struct LeaseTable {
     shards: [Mutex<LeaseShard>; SHARD_COUNT],
     /// Unused units to be returned to the store.
     pub credits: LeaseCreditQueue,
-    /// Wakes the credit task when [`LeaseTable::take_due_credits`] may have new results: a lease may
-    /// end earlier than the task expects.
+    /// Wakes the credit task when [`LeaseTable::take_due_credits`] may have new results: a lease
+    /// may end earlier than the task expects.
     pub changed: Notify,
 }
 

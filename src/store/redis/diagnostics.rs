@@ -167,8 +167,8 @@ async fn find_cluster_masters(
     masters
 }
 
-/// The connection for the checks of one server. After the deadline, the facts that are still missing
-/// are errors, and nothing is sent.
+/// The connection for the checks of one server. After the deadline, the facts that are still
+/// missing are errors, and nothing is sent.
 struct ServerCheck<'a> {
     scripts: &'a ScriptLibrary,
     opened: OpenedConnection,

@@ -98,9 +98,8 @@ impl LiveConnection {
         answer.and_then(check_reply)
     }
 
-    /// Runs one step of a scan from `cursor`, at first 0. Returns the next cursor, `None` at the end,
-    /// and keys that match `pattern`.
-    /// A key that is no text is foreign, and left out.
+    /// Runs one step of a scan from `cursor`, at first 0. Returns the next cursor, `None` at the
+    /// end, and keys that match `pattern`. A key that is no text is foreign, and left out.
     pub(super) async fn scan_step(
         &self,
         cursor: u64,

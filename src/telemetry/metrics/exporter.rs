@@ -23,8 +23,8 @@ pub struct MetricExportSettings {
 /// Reads the state of the process for an export.
 type ReadProcessStatus = Arc<dyn Fn() -> ProcessStatus + Send + Sync>;
 
-/// A message of an export. The next one is encoded once the sender has sent a value, so that there is
-/// one message in memory at a time.
+/// A message of an export. The next one is encoded once the sender has sent a value, so that there
+/// is one message in memory at a time.
 type MessageToSend = (Bytes, oneshot::Sender<()>);
 
 /// State of the export task.

@@ -1,4 +1,5 @@
-//! The writing of metrics: the interface of all formats, and the text formats that Prometheus reads.
+//! The writing of metrics: the interface of all formats, and the text formats that Prometheus
+//! reads.
 
 use super::histogram::HistogramSnapshot;
 use std::fmt::{Display, Write as _};
@@ -33,8 +34,8 @@ pub(super) trait MetricOutput {
     fn write_sample(&mut self, labels: &[(&str, &str)], value: SampleValue<'_>);
 }
 
-/// Writes metrics to a [`MetricOutput`]: each with one number, with a number `if` it is known, or `by` a
-/// label with pairs of a label value and a number.
+/// Writes metrics to a [`MetricOutput`]: each with one number, with a number `if` it is known, or
+/// `by` a label with pairs of a label value and a number.
 macro_rules! write_metrics {
     ($output:expr;) => {};
     ($output:expr; $kind:ident $name:literal = $value:expr, $help:literal; $($more:tt)*) => {

@@ -1,5 +1,5 @@
-//! The counters that workers write, with their labels, and the metrics of the process: the sums of all
-//! workers and policies.
+//! The counters that workers write, with their labels, and the metrics of the process: the sums of
+//! all workers and policies.
 
 use super::histogram::{
     DECISION_TIME_BOUNDS, DurationHistogram, HistogramSnapshot, RESPONSE_TIME_BOUNDS,

@@ -90,8 +90,9 @@ impl CollectorSettings {
         "user-agent",
     ];
 
-    /// Parses the URL of a collector with scheme `http` or `https`, host, and port (4317 if absent). Port 4318 or a
-    /// path selects OTLP over HTTP; any other URL selects gRPC. `signal` selects the default path.
+    /// Parses the URL of a collector with scheme `http` or `https`, host, and port (4317 if
+    /// absent). Port 4318 or a path selects OTLP over HTTP; any other URL selects gRPC. `signal`
+    /// selects the default path.
     ///
     /// # Errors
     /// Returns a message that states the expected form.

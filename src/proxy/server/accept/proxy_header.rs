@@ -1,5 +1,5 @@
-//! Parser of PROXY protocol headers, versions 1 and 2 (HAProxy's `proxy-protocol.txt`). The connections
-//! balancer that opened the connection sends the client's address in the PROXY header.
+//! Parser of PROXY protocol headers, versions 1 and 2 (HAProxy's `proxy-protocol.txt`). The
+//! connections balancer that opened the connection sends the client's address in the PROXY header.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -32,8 +32,8 @@ pub(super) struct ProxyHeader {
     /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
     /// than IP).
     pub(super) source: Option<SocketAddr>,
-    /// Whether the client uses TLS towards the connections balancer. `None` if the header does not state
-    /// it.
+    /// Whether the client uses TLS towards the connections balancer. `None` if the header does not
+    /// state it.
     pub(super) is_tls: Option<bool>,
     /// Length of the header in bytes. The client's own bytes follow the header.
     pub(super) len: usize,

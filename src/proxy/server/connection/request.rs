@@ -96,9 +96,9 @@ impl<H: RequestHandler> RequestContext<H> {
         let peer = Arc::clone(&self.peer);
         let interim = InformationalForwarder::new(head.version, monitor);
         async move {
-            // The handler's future is constructed here, in place: it reserves space for everything that
-            // a request may need. Constructed earlier, this future would be stored twice per connection
-            // and copied for each request.
+            // The handler's future is constructed here, in place: it reserves space for everything
+            // that a request may need. Constructed earlier, this future would be stored twice per
+            // connection and copied for each request.
             let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
             let response = poll_fn(|cx| {
                 let polled = handling.as_mut().poll(cx);
@@ -119,9 +119,9 @@ impl<H: RequestHandler> RequestContext<H> {
                     || monitor.exchange.has_unread_input.get())
                 && response.status() != StatusCode::SWITCHING_PROTOCOLS
             {
-                // A request that the client sends after the last response is lost unless that response
-                // has this header. hyper would add it too late: it is asked to close only when no more
-                // input is expected, and notices an unread body later.
+                // A request that the client sends after the last response is lost unless that
+                // response has this header. hyper would add it too late: it is asked to close only
+                // when no more input is expected, and notices an unread body later.
                 let close = HeaderValue::from_static("close");
                 response.headers_mut().insert(header::CONNECTION, close);
             }

@@ -21,8 +21,8 @@ use crate::proxy::server::monitored_socket::MonitoredSocket;
 #[derive(Debug, Default)]
 pub(super) struct UpgradeHandover {
     pub(super) request: RefCell<Option<UpgradedRequest>>,
-    /// Whether a request arrived that could be upgraded: then hyper treats the end of the connection
-    /// as an upgrade and leaves the socket open.
+    /// Whether a request arrived that could be upgraded: then hyper treats the end of the
+    /// connection as an upgrade and leaves the socket open.
     pub(super) was_upgrade_requested: Cell<bool>,
 }
 

@@ -354,8 +354,8 @@ impl RedisStore {
     }
 
     /// Decides one charge with an override while its slot moves. Redis then accepts only calls with
-    /// one key, but the charge has two: the counter and the override. So the override is read first,
-    /// and the charge is decided with the amounts in effect.
+    /// one key, but the charge has two: the counter and the override. So the override is read
+    /// first, and the charge is decided with the amounts in effect.
     pub(super) async fn decide_in_moving_slot(
         &self,
         hash_slot: u16,
