@@ -1,5 +1,5 @@
 //! Trusted certificates: each one is an issuer of other certificates, and may be the certificate
-//! of a peer itself (docs/decisions/0091-certificates-and-protocol.md).
+//! of a peer itself (docs/operations/redis.md, self-signed certificates).
 
 use super::certificate;
 use sha2::{Digest, Sha256};

@@ -32,8 +32,7 @@ schema_table! {
         /// Bits of an IPv4 address that identify a client.
         ipv4_prefix: integer(0, 32), default = "32";
         /// Headers that the gateway in front sets or removes on every request. Clients can't choose
-        /// their values, so check does not warn of limits that depend on them, and [self_service]
-        /// identifies clients by them.
+        /// their values.
         trusted_headers: TextList("names of headers such as \"x-plan\""), default = "";
         /// Hashed key values are stored as HMAC-SHA-256 with this secret, the same on all
         /// instances, instead of SHA-256. With another secret, their counters start anew.
@@ -69,7 +68,7 @@ schema_table! {
         /// ignored.
         secret_file: Text("the path of a file that holds the secret"), default = "";
         /// Instead of keys_file: https URL of the keys, fetched in the background. Cache-Control:
-        /// max-age is honoured from 5 s to 1 day. Secrets in it are ignored.
+        /// max-age is honoured from 5 s to 1 day.
         keys_url: Text("the URL of a JWK set"), default = "";
         /// Accept only tokens with this iss. Empty: any.
         issuer: Text("the iss of the tokens"), default = "";
@@ -92,8 +91,7 @@ schema_table! {
         keys_allow_http: Bool, default = "false";
         /// TLS to https issuers.
         tls: Table(&UPSTREAM_TLS);
-        /// Header with the token. In authorization it follows a scheme such as "Bearer", in others
-        /// that is optional. A token among several words or elements: 400.
+        /// Header with the token. A token among several words or elements: 400.
         header: Text("the name of a header"), default = "authorization";
         /// false: trust claims without a signature check, only if a proxy in front verifies tokens.
         verify: Bool, default = "true";

@@ -44,9 +44,8 @@ schema_table! {
         /// response.
         cost: ValueKind::Either(&UNITS, ", or a table such as { header = \"x-cost\", max = 100 }", &COST_TABLE),
             default = "1", of_quota;
-        /// Counts a request only if its response has one of these statuses. Units are reserved at
-        /// arrival and returned otherwise. Not with lease, shards, count_rejected, [check],
-        /// descriptors or a cost that is not a number.
+        /// Counts a request only if its response has one of these statuses. Not with lease, shards,
+        /// count_rejected, [check], descriptors or a cost that is not a number.
         count_when: Table(&COUNT_WHEN), of_quota;
         /// After a rejection, reject the same key for this long. Only in mode "enforce".
         block_for: duration(Duration::from_millis(1), MAX_PERIOD), of_quota;
@@ -59,8 +58,7 @@ schema_table! {
         /// concurrency, warm_up, block_for, count_rejected, shards or an estimate.
         lease: ValueKind::Either(&AUTO, ", or a table such as { size = 50, ttl = \"100ms\" }", &LEASE_TABLE), of_quota;
         /// "instance": each instance counts for itself, in memory (bounded by store.memory), beside
-        /// policies in Redis. A request is charged by all or none. Not with lease, shards or
-        /// dynamic; on_store_failure has no effect.
+        /// policies in Redis. Not with lease, shards or dynamic; on_store_failure has no effect.
         scope: Keyword(CounterScope::VARIANTS), default = "shared", of_quota;
         /// Policies with the same counter share one quota per key. Their key, mode and kind of
         /// limits must be equal; requests, burst and max_delay may differ, but not with shards, a
@@ -79,8 +77,7 @@ schema_table! {
         /// file order.
         override: TableList(&OVERRIDE), of_quota;
         /// true: `tidegate overrides` and the admin port set limits for single keys, or block them,
-        /// in the store. A change holds from the next decision and wins over [[policy.override]].
-        /// Not with shards.
+        /// in the store. Not with shards.
         dynamic: Bool, default = "false", of_quota;
     }
 

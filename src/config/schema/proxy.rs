@@ -17,8 +17,7 @@ schema_table! {
         /// Load balancers that send the PROXY header. Other connections are closed.
         proxy_protocol_from: TextList("networks such as \"10.0.0.0/8\""), default = "";
         /// Protocol of clients, for X-Forwarded-Proto, Forwarded and traces. "auto": https if TLS
-        /// ends here, or if a PROXY header of version 2 says so (PP2_TYPE_SSL). "https": always,
-        /// for a load balancer that ends TLS and does not say so.
+        /// ends here, or if a PROXY header of version 2 says so (PP2_TYPE_SSL). "https": always.
         forwarded_proto: Keyword(&["auto", "https"]), default = "auto";
         /// Most connections at a time. A new one closes the one idle longest; if all have requests,
         /// it waits in the kernel's backlog.
@@ -27,7 +26,7 @@ schema_table! {
         /// in client.trusted_proxies are not counted. 0: no limit.
         max_connections_per_client: integer(0, 1_000_000), default = "0";
         /// Age at which a connection ends, by Connection: close or GOAWAY; requests in flight
-        /// finish. Up to 10 % less or more, so that clients do not reconnect at once. 0: no limit.
+        /// finish. Up to 10 % less or more. 0: no limit.
         max_connection_age: DURATION, default = "0s";
         /// Most memory of all client connections, by estimate; beyond it the largest are closed.
         /// Absent: 60 % of the container's limit. "0": no limit.
@@ -53,8 +52,7 @@ schema_table! {
         /// Client certificates. "optional": may be absent; invalid ones fail the handshake.
         client_auth: Keyword(ClientAuth::VARIANTS), default = "none";
         /// Send the client's certificate to the app: Client-Cert, and Client-Cert-Chain with the
-        /// issuers that the client sent, up to 16 KiB (RFC 9440). Clients' own such headers never
-        /// reach the app.
+        /// issuers that the client sent, up to 16 KiB (RFC 9440).
         client_cert_header: Bool, default = "false";
         /// More certificates, selected by SNI.
         certificates: TableList(&LISTEN_TLS_CERTIFICATES);
@@ -112,12 +110,10 @@ schema_table! {
         address: SERVICE_ADDRESS, default = "127.0.0.1:8082";
         /// Most connections at a time.
         max_connections: integer(1, 1_000_000), default = "1000";
-        /// Status of all denials, for nginx; X-Tidegate-Status has the original one. Absent: the
-        /// proxy's status, but to Envoy 429 instead of 503.
+        /// Status of all denials, for nginx; X-Tidegate-Status has the original one.
         refused_status: integer(401, 403);
         /// Key headers with a comma: 400, because Envoy joins repeated lines and forwards both; or
-        /// read as sent. Conditions on headers read each part too. "allow": only if the proxy in
-        /// front rejects or replaces repeated lines.
+        /// read as sent. "allow": only if the proxy in front rejects or replaces repeated lines.
         joined_headers: REJECT_OR_ALLOW, default = "reject";
         /// TLS with callers.
         tls: Table(&LISTEN_TLS), reload;
@@ -192,8 +188,8 @@ schema_table! {
         forward: Keyword(ForwardedPath::VARIANTS), default = "unchanged";
         /// Treat // as /.
         merge_slashes: Bool, default = "true";
-        /// Whether //host/a is read also as /a. "ignore": an app that parses the target as a URL
-        /// (Node new URL, JDK HttpServer) is open to //host/ before any limited path.
+        /// Whether //host/a is read also as /a. "ignore": an app that parses the target as a URL is
+        /// open to //host/ before any limited path.
         authority: Keyword(&["both", "ignore"]), default = "both";
         /// How %2F, %5C and \ are read: as separator and as part of the segment (two readings);
         /// reject with 400; as part of the segment; as separator.
@@ -219,8 +215,8 @@ schema_table! {
         /// readings: 400, or the first reading counts. "first": the app may serve another key than
         /// the one charged.
         ambiguous_key: Keyword(&["reject", "first"]), default = "reject";
-        /// Most bytes of all readings of one path, 256 more for each; above: 400. A path with one
-        /// reading is not bounded. Larger: more CPU time per hostile path.
+        /// Most bytes of all readings of one path, 256 more for each; above: 400. Larger: more CPU
+        /// time per hostile path.
         max_readings_size: byte_size(0, 1 << 20), default = "32KiB";
     }
 }
