@@ -13,7 +13,6 @@ mod facts;
 mod host_pattern;
 mod json_pointer;
 pub mod jwt;
-mod key_hasher;
 mod key_part;
 mod key_template;
 mod matcher;
@@ -28,6 +27,7 @@ mod regex_spelling;
 mod self_service;
 mod table;
 mod value_checks;
+mod value_hasher;
 mod value_pattern;
 
 pub use cors::CorsOrigins;
@@ -37,7 +37,6 @@ pub use descriptor::Descriptor;
 pub use facts::Facts;
 pub use host_pattern::HostPattern;
 pub use json_pointer::{JsonPointer, JsonPointerToken, parse_whole_number};
-pub use key_hasher::{KeyDigests, KeyHasher};
 pub use key_part::{KeyComponent, KeyPart, is_credential_name};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use matcher::{
@@ -56,6 +55,7 @@ pub use table::{
     MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,
 };
 pub use value_checks::{HeaderValueError, KeyError, ValueChecks};
+pub use value_hasher::{ValueDigests, ValueHasher};
 pub use value_pattern::{ValuePattern, canonicalize_descriptor_value, canonicalize_part_value};
 
 use bytes::Bytes;

@@ -52,7 +52,7 @@ impl Config {
         let parts = text_items(policy.get("key"));
         let path = &self.policy_table.path;
         let components = parts.filter_map(|text| KeyComponent::parse(text, path).ok());
-        let key = KeyTemplate::from_components(components.collect(), self.key_hasher.clone());
+        let key = KeyTemplate::from_components(components.collect(), self.value_hasher.clone());
         let overrides = policy.get_mut("override").and_then(Json::as_array_mut);
         for entry in overrides.into_iter().flatten() {
             let values = entry.get_mut("key").and_then(Json::as_array_mut);
@@ -74,7 +74,7 @@ impl Config {
             schema::find_key(&schema::ROOT, table).is_none_or(|table| !table.is_per_instance)
         });
         // Instances with different secrets have different counters.
-        if let Some(fingerprint) = self.key_hasher.fingerprint() {
+        if let Some(fingerprint) = self.value_hasher.fingerprint() {
             top.insert("hash_secret".to_owned(), fingerprint.into());
         }
         let hash = Sha256::digest(Json::Object(top).to_string());

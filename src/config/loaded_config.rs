@@ -8,7 +8,7 @@ use super::schema_value::content_or_default;
 use super::value_tree::ValueNode;
 use crate::admin::AdminSettings;
 use crate::policy::jwt::TokenReader;
-use crate::policy::{KeyHasher, KeyPart, Policy, PolicyTable};
+use crate::policy::{KeyPart, Policy, PolicyTable, ValueHasher};
 use crate::proxy::{
     ExtAuthzSettings, ExtraListenerSettings, ListenSettings, ListenerKind, ShutdownSettings,
     UpstreamSettings,
@@ -35,7 +35,7 @@ pub struct Config {
     pub ext_authz: ExtAuthzSettings,
     pub policy_table: Arc<PolicyTable>,
     /// Hashes the values of key parts.
-    pub key_hasher: KeyHasher,
+    pub value_hasher: ValueHasher,
     pub store: StoreSettings,
     pub shutdown: ShutdownSettings,
     pub admin: AdminSettings,

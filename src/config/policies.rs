@@ -17,8 +17,8 @@ use super::table_reader::{TableReader, report};
 use super::values;
 use crate::limiter::{Algorithm, CounterScope};
 use crate::policy::{
-    KeyHasher, KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota,
-    RejectResponse, client, jwt, path,
+    KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota,
+    RejectResponse, ValueHasher, client, jwt, path,
 };
 use crate::proxy::{is_client_cert_field, is_stripped_before_policies};
 use conflicts::PolicyKind;
@@ -33,7 +33,7 @@ pub(super) struct PolicyContext {
     pub(super) uses_redis_cluster: bool,
     pub(super) client: client::Settings,
     pub(super) path: path::Settings,
-    pub(super) key_hasher: KeyHasher,
+    pub(super) value_hasher: ValueHasher,
     /// Headers that the gateway in front always sets or removes.
     pub(super) trusted_headers: Vec<HeaderName>,
     pub(super) on_store_failure: OnStoreFailure,

@@ -72,7 +72,7 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         client::build_self_service_settings(table, has_upstream)
     });
     let policies = policies.into_iter().map(|spanned| spanned.policy).collect();
-    let key_hasher = context.key_hasher.clone();
+    let value_hasher = context.value_hasher.clone();
     let mut table = PolicyTable::new(policies, context.path, context.client, headers?)
         .with_protected_headers(context.mark_header, context.trusted_headers);
     if let Some(tokens) = context.tokens {
@@ -88,7 +88,7 @@ pub(super) fn build_config(root: &TableReader<'_>, included: &[TableReader<'_>])
         service_listeners: service_listeners?,
         ext_authz: ext_authz.unwrap_or_default(),
         policy_table: Arc::new(table),
-        key_hasher,
+        value_hasher,
         store: store?,
         shutdown: shutdown?,
         admin: admin?,
@@ -135,7 +135,7 @@ fn build_policy_context(
     let claim_trust = jwt::read_claim_trust(&jwt_reader);
     let tokens = claim_trust.and_then(|trust| jwt::build_jwt_settings(&jwt_reader, trust));
     let issuers = tokens.as_ref().map(policy::jwt::Settings::several_issuers);
-    let key_hasher = client::build_key_hasher(&client_reader);
+    let value_hasher = client::build_key_hasher(&client_reader);
     let client = client::build_client_settings(&client_reader)?;
     Some(PolicyContext {
         mark_header: read_mark_header(&defaults, &client)?,
@@ -145,7 +145,7 @@ fn build_policy_context(
         client,
         path: client::build_path_settings(&root.get_table("path"))?,
         // The error of an unreadable secret has been reported.
-        key_hasher: key_hasher.unwrap_or_default(),
+        value_hasher: value_hasher.unwrap_or_default(),
         trusted_headers: client_reader.get_list("trusted_headers", values::parse_header_name),
         on_store_failure: defaults.read("on_store_failure")?,
         algorithm: defaults.read("algorithm")?,

@@ -6,8 +6,8 @@ use super::verdict::UnenforcedRejections;
 use super::{EstimatedCharge, RequestOutcome};
 use crate::limiter::{Decision, Key, MAX_UNITS, PolicyCharges};
 use crate::policy::{
-    ClientQuota, Descriptor, Facts, KeyDigests, KeyError, MatchingPolicies, OnStoreFailure,
-    OverrideRule, Policy, PolicyAction, PolicyTable,
+    ClientQuota, Descriptor, Facts, KeyError, MatchingPolicies, OnStoreFailure, OverrideRule,
+    Policy, PolicyAction, PolicyTable, ValueDigests,
 };
 use crate::store::{
     ConcurrencySlotGuard, ConcurrencySlots, DecisionSource, LimitAndKey, SettlementQueue,
@@ -43,7 +43,7 @@ impl<'t> ChargePlan<'t> {
         mut record_decision: impl FnMut(usize, Option<&Key>, PolicyDecision),
     ) -> Result<Self, RequestOutcome<'t>> {
         let mut plan = Self::default();
-        let mut digests = KeyDigests::default();
+        let mut digests = ValueDigests::default();
         for (index, policy) in matching
             .into_iter()
             .filter(|(index, _)| is_included(*index))

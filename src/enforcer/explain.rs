@@ -5,8 +5,8 @@ use super::charge_plan::ChargePlan;
 use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Key, LimitStatus};
 use crate::policy::{
-    ClientQuota, Facts, KeyDigests, KeyError, OverrideRule, Policy, PolicyAction, PolicyTable,
-    UnmetCondition,
+    ClientQuota, Facts, KeyError, OverrideRule, Policy, PolicyAction, PolicyTable, UnmetCondition,
+    ValueDigests,
 };
 use crate::store::{Store, StoreUnavailable};
 use smallvec::smallvec;
@@ -173,7 +173,7 @@ fn explain_policy<'t>(
         PolicyAction::Deny => return PolicyStep::Denies,
         PolicyAction::Limit(quota) => quota,
     };
-    let (context, mut digests) = (table.key_context(policy), KeyDigests::default());
+    let (context, mut digests) = (table.key_context(policy), ValueDigests::default());
     match quota.key_and_limits_for_facts(&policy.name, (facts, None), &context, &mut digests) {
         Ok(Some((key, selected))) => {
             match selected.rule {

@@ -1,8 +1,8 @@
 //! Key templates: the values of a request that form its rate-limit key.
 
-use super::key_hasher::{KeyDigests, KeyHasher};
 use super::key_part::{KeyComponent, KeyPart};
 use super::part_values::{KeyContext, KeyValues};
+use super::value_hasher::{ValueDigests, ValueHasher};
 use super::value_pattern::{
     ValuePattern, canonicalize_part_value, canonicalize_piece, check_pattern_end,
     split_at_wildcards,
@@ -17,7 +17,7 @@ use strum::{EnumString, VariantNames};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KeyTemplate {
     components: Vec<KeyComponent>,
-    hasher: KeyHasher,
+    hasher: ValueHasher,
     /// Digest of the sources of the values. Keys of `client_ip` only have none, which keeps
     /// counters from 767e699. A part with alternatives stores a source label per value instead.
     sources: Option<[u8; SOURCES_BYTES]>,
@@ -49,10 +49,10 @@ impl KeyTemplate {
             part,
             is_hashed: false,
         });
-        Self::from_components(components.collect(), KeyHasher::default())
+        Self::from_components(components.collect(), ValueHasher::default())
     }
 
-    pub fn from_components(components: Vec<KeyComponent>, hasher: KeyHasher) -> Self {
+    pub fn from_components(components: Vec<KeyComponent>, hasher: ValueHasher) -> Self {
         // A secret that the key does not use must not make templates differ.
         let is_hashed = components.iter().any(KeyComponent::has_hashed_part);
         Self {
@@ -61,7 +61,7 @@ impl KeyTemplate {
             hasher: if is_hashed {
                 hasher
             } else {
-                KeyHasher::default()
+                ValueHasher::default()
             },
             scope: CounterScope::Shared,
             counter: None,
@@ -104,7 +104,7 @@ impl KeyTemplate {
         &'t self,
         name: &str,
         values: &KeyValues<'_>,
-        digests: &mut KeyDigests<'t>,
+        digests: &mut ValueDigests<'t>,
     ) -> Key {
         let mut builder = self.start_key(name);
         let mut positions = self.positions();
@@ -138,7 +138,7 @@ impl KeyTemplate {
         builder: &mut KeyBuilder,
         component: &'t KeyComponent,
         value: &[u8],
-        digests: &mut KeyDigests<'t>,
+        digests: &mut ValueDigests<'t>,
     ) {
         let Some((source, value)) = component.resolve_source(value) else {
             return builder.push_key_value(Some(value));
@@ -188,7 +188,7 @@ impl KeyTemplate {
             builder.push_key_value(None);
             return Ok(None);
         }
-        let mut digests = KeyDigests::default();
+        let mut digests = ValueDigests::default();
         self.push_value(builder, component, value.as_bytes(), &mut digests);
         Ok(Some(value))
     }
@@ -204,7 +204,7 @@ impl KeyTemplate {
         &'t self,
         position: usize,
         value: &[u8],
-        digests: &mut KeyDigests<'t>,
+        digests: &mut ValueDigests<'t>,
     ) -> Vec<u8> {
         match self.value_source(position, value) {
             Some((source, value)) if source.is_hashed => {
@@ -464,7 +464,7 @@ mod tests {
             users in proptest::collection::vec("[ab]?", 0..3),
         ) {
             let part = KeyComponent::parse("header:x-tenant | query:user|client_ip", &PATH_SETTINGS);
-            let key = KeyTemplate::from_components(vec![part.unwrap()], KeyHasher::default());
+            let key = KeyTemplate::from_components(vec![part.unwrap()], ValueHasher::default());
             let mut headers = HeaderMap::new();
             for tenant in &tenants {
                 headers.append("x-tenant", tenant.parse().unwrap());
@@ -514,9 +514,9 @@ mod tests {
         let build_key = |parts: &[&str], value: &[u8]| {
             let parts = parts.iter();
             let parts = parts.map(|text| KeyComponent::parse(text, &PATH_SETTINGS).unwrap());
-            let key = KeyTemplate::from_components(parts.collect(), KeyHasher::default());
+            let key = KeyTemplate::from_components(parts.collect(), ValueHasher::default());
             let values = [Some(Cow::Borrowed(value))].into_iter().collect();
-            key.build_key("p", &values, &mut KeyDigests::default())
+            key.build_key("p", &values, &mut ValueDigests::default())
         };
         let mut plain = KeyBuilder::new("p");
         plain.push_key_value(Some(b"10.0.0.1"));
@@ -552,12 +552,12 @@ mod tests {
     fn a_value_after_the_last_position_is_hashed_like_the_others() {
         let build_key = |text: &str, values: [&[u8]; 2]| {
             let part = KeyComponent::parse(text, &PATH_SETTINGS).unwrap();
-            let key = KeyTemplate::from_components(vec![part], KeyHasher::default());
+            let key = KeyTemplate::from_components(vec![part], ValueHasher::default());
             let values = values.map(|value| Some(Cow::Borrowed(value)));
             key.build_key(
                 "p",
                 &values.into_iter().collect(),
-                &mut KeyDigests::default(),
+                &mut ValueDigests::default(),
             )
         };
         let values: [&[u8]; 2] = [b"hunter2", b"api_key=hunter2"];

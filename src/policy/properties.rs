@@ -6,8 +6,8 @@ use super::client::{self, ClientAddress};
 use super::jwt::{self, ClaimName, RequestToken, TokenIssuer, TokenReader, VerificationKeys};
 use super::path::{EscapedDelimiters, EscapedSlashes, PathError, PathInterpretations, Settings};
 use super::{
-    Facts, KeyComponent, KeyContext, KeyDigests, KeyHasher, KeyTemplate, Matcher, MissingKeyAction,
-    path,
+    Facts, KeyComponent, KeyContext, KeyTemplate, Matcher, MissingKeyAction, ValueDigests,
+    ValueHasher, path,
 };
 use crate::limiter::{Key, KeyBuilder};
 use http::{HeaderMap, HeaderValue, Method};
@@ -584,9 +584,9 @@ pub fn assert_key_encoding(bytes: &[u8]) {
 /// byte chooses the spellings.
 pub fn assert_hashed_keys(bytes: &[u8]) {
     const NAME: &str = "x-api-key";
-    static HASHERS: LazyLock<[KeyHasher; 2]> = LazyLock::new(|| {
-        let secret = KeyHasher::from_secret(SECRET).expect("the secret is long enough");
-        [KeyHasher::default(), secret]
+    static HASHERS: LazyLock<[ValueHasher; 2]> = LazyLock::new(|| {
+        let secret = ValueHasher::from_secret(SECRET).expect("the secret is long enough");
+        [ValueHasher::default(), secret]
     });
     let Some((spelling, rest)) = bytes.split_first() else {
         return;
@@ -604,7 +604,7 @@ pub fn assert_hashed_keys(bytes: &[u8]) {
         values.next().unwrap_or_default(),
         values.next().unwrap_or_default(),
     );
-    let build_key = |hasher: &KeyHasher, bits: u8, value: &[u8]| -> Option<Key> {
+    let build_key = |hasher: &ValueHasher, bits: u8, value: &[u8]| -> Option<Key> {
         let text = format!("header:{}", spell(bits));
         let component = KeyComponent::parse(&text, &path::Settings::DEFAULT).ok()?;
         assert!(component.is_hashed, "{text}");
@@ -634,7 +634,7 @@ pub fn assert_hashed_keys(bytes: &[u8]) {
         };
         let missing = MissingKeyAction::Shared;
         let values = key.extract_values(&facts, &context, missing).ok()?;
-        Some(key.build_key("p", &values, &mut KeyDigests::default()))
+        Some(key.build_key("p", &values, &mut ValueDigests::default()))
     };
     for hasher in HASHERS.iter() {
         let keys = (

@@ -3,9 +3,8 @@
 use super::json_pointer::parse_whole_number;
 use super::value_pattern::ValuePattern;
 use super::{
-    ActualCostSource, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyDigests,
-    KeyError, KeyPart, KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, client,
-    path,
+    ActualCostSource, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyError, KeyPart,
+    KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, ValueDigests, client, path,
 };
 use crate::limiter::{
     Algorithm, CounterScope, Key, LeaseTerms, Limit, ListedValue, OverrideInEffect,
@@ -72,7 +71,7 @@ impl Quota {
         name: &str,
         (facts, descriptor): (&Facts<'_>, Option<&'t Descriptor<'t>>),
         context: &KeyContext<'_>,
-        digests: &mut KeyDigests<'t>,
+        digests: &mut ValueDigests<'t>,
     ) -> Result<Option<(Key, SelectedLimits<'t>)>, KeyError> {
         let own_limits = descriptor.and_then(|one| one.resolve_override_limit(name, &self.limits));
         let mut values = self.key.extract_values(facts, context, self.missing_key)?;
@@ -145,7 +144,7 @@ impl Quota {
         &'t self,
         name: &str,
         values: &KeyValues<'_>,
-        digests: &mut KeyDigests<'t>,
+        digests: &mut ValueDigests<'t>,
     ) -> (Key, SelectedLimits<'t>) {
         let key = self.key.build_key(name, values, digests);
         let selected = self.select_limits(&key, values);
@@ -240,7 +239,7 @@ impl LimitOverrides {
             match entry.exact_values() {
                 Some(values) => {
                     let id = key
-                        .build_key(name, &values, &mut KeyDigests::default())
+                        .build_key(name, &values, &mut ValueDigests::default())
                         .id();
                     overrides.exact_by_key_id.entry(id).or_insert(index);
                 }
@@ -403,7 +402,7 @@ mod tests {
             .iter()
             .map(|text| Some(text.as_bytes().into()).filter(|_| !text.is_empty()))
             .collect();
-        let built = key.build_key("p", &values, &mut KeyDigests::default());
+        let built = key.build_key("p", &values, &mut ValueDigests::default());
         let found = overrides.find_override(&built, &values)?;
         overrides
             .as_slice()

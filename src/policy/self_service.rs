@@ -6,8 +6,8 @@
 
 use super::key_part::KeyPart;
 use super::{
-    Facts, KeyDigests, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode,
-    PolicyTable, Quota, RequestAmounts, SelectedLimits, read_request_amounts,
+    Facts, Matcher, NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+    RequestAmounts, SelectedLimits, ValueDigests, read_request_amounts,
 };
 use crate::limiter::{Key, KeyBuilder};
 
@@ -68,7 +68,7 @@ impl PolicyTable {
         is_peer_trusted: bool,
     ) -> Option<ClientQuotas<'_>> {
         let mut identities: Vec<(&KeyPart, Vec<u8>)> = Vec::new();
-        let (mut quotas, mut digests) = (Vec::new(), KeyDigests::default());
+        let (mut quotas, mut digests) = (Vec::new(), ValueDigests::default());
         for (policy_index, policy) in self.policies().iter().enumerate() {
             if !policy.is_reported || !policy.matcher.may_match_client(facts) {
                 continue;

@@ -47,13 +47,13 @@ const COUNTER_BOUNDS: MemorySettings = MemorySettings {
 /// The only partition of a store without slots.
 pub(super) const SINGLE_PARTITION: u16 = 0;
 
-/// Whether Redis has all charges. The later ones are phases of an outage.
+/// Whether Redis has all charges. The last two are phases of an outage.
 #[derive(Clone, Copy, Debug)]
 enum OutagePhase {
     /// Redis has all charges and decides alone.
     UpToDate,
-    /// No outage, but charges wait for write-back, because single calls have failed.
-    Pending,
+    /// Charges wait for write-back, because single calls have failed.
+    PendingWithoutOutage,
     /// Redis was unreachable since the last call of [`FallbackStore::take_new_failure_flag`].
     Failing,
     /// No new failure, but not all instances have written back.
@@ -278,7 +278,7 @@ impl FallbackStore {
     pub fn end_outage(&self) {
         let write_back = self.write_back.lock();
         if self.is_in_phase(OutagePhase::Recovering) {
-            self.enter_phase(&write_back, OutagePhase::Pending);
+            self.enter_phase(&write_back, OutagePhase::PendingWithoutOutage);
             let now_us = self.clock.now_us();
             self.outage_ended_us.store(now_us, Ordering::Relaxed);
         }
@@ -304,7 +304,7 @@ impl FallbackStore {
         }
         let begins = self.is_in_phase(OutagePhase::UpToDate) && !write_back.is_empty();
         if begins {
-            self.enter_phase(&write_back, OutagePhase::Pending);
+            self.enter_phase(&write_back, OutagePhase::PendingWithoutOutage);
         }
         begins
     }
@@ -469,7 +469,7 @@ impl FallbackStore {
             .collect();
         let mut write_back = self.write_back.lock();
         write_back.finish_batch(|id| !unsent_ids.contains(&id));
-        if write_back.is_empty() && self.is_in_phase(OutagePhase::Pending) {
+        if write_back.is_empty() && self.is_in_phase(OutagePhase::PendingWithoutOutage) {
             self.enter_phase(&write_back, OutagePhase::UpToDate);
             self.stale_partitions.write().clear();
             write_back.retain_counters_in_use(|counter| self.usage_of_share(counter).0 > 0);

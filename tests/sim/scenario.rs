@@ -3,7 +3,7 @@
 use http::StatusCode;
 use std::fmt::Write;
 use tidegate::limiter::{CounterScope, Key};
-use tidegate::policy::{KeyComponent, KeyHasher, KeyTemplate, path};
+use tidegate::policy::{KeyComponent, KeyTemplate, ValueHasher, path};
 
 pub(crate) const SECOND: u64 = 1_000_000;
 pub(crate) const HOUR: u64 = 3600 * SECOND;
@@ -488,7 +488,7 @@ impl Scenario {
         let part = policy.key_part(self.is_rate_limit_service);
         let part = KeyComponent::parse(part, &path::Settings::DEFAULT).unwrap();
         let parts = client.map(|_| part).into_iter().collect();
-        let mut template = KeyTemplate::from_components(parts, KeyHasher::default())
+        let mut template = KeyTemplate::from_components(parts, ValueHasher::default())
             .with_counter(policy.shares_counter.then(|| name.clone()));
         template.scope = match policy.is_of_instance {
             true => CounterScope::Instance,

@@ -22,7 +22,7 @@ pub(super) fn build_quota(
     let parts = read_key_components(reader, context);
     // An invalid part is left out of `key`, so overrides cannot be compared with it.
     let all_parts_valid = parts.len() == reader.get_items("key").len();
-    let mut key = KeyTemplate::from_components(parts, context.key_hasher.clone());
+    let mut key = KeyTemplate::from_components(parts, context.value_hasher.clone());
     key.scope = reader.read("scope").unwrap_or_default();
     let key = key.with_counter(reader.get_text("counter", parse_name));
     // Policies that share a counter have the same names for its limits.

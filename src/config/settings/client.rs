@@ -6,8 +6,8 @@ use crate::limiter::{Algorithm, Limit};
 use crate::policy::client::Settings as ClientSettings;
 use crate::policy::path::Settings as PathSettings;
 use crate::policy::{
-    CorsOrigins, KeyHasher, NamedLimit, RateLimitHeaderSettings, SelfServiceSettings, SlotRelease,
-    ValueChecks,
+    CorsOrigins, NamedLimit, RateLimitHeaderSettings, SelfServiceSettings, SlotRelease,
+    ValueChecks, ValueHasher,
 };
 use http::HeaderName;
 use http::uri::PathAndQuery;
@@ -51,13 +51,13 @@ fn parse_self_service_path(text: &str) -> Option<String> {
 }
 
 /// Builds the hasher of key values. Returns `None` after an error.
-pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<KeyHasher> {
+pub(super) fn build_key_hasher(reader: &TableReader<'_>) -> Option<ValueHasher> {
     const KEY: &str = "hash_secret_file";
     if reader.get_nonempty_string(KEY).is_none() || !reader.input.reads_key_files() {
-        return Some(KeyHasher::default());
+        return Some(ValueHasher::default());
     }
     let secret = reader.read_text_file(KEY, "secret")?;
-    reader.accept(KEY, KeyHasher::from_secret(secret.as_bytes()))
+    reader.accept(KEY, ValueHasher::from_secret(secret.as_bytes()))
 }
 
 pub(super) fn build_client_settings(reader: &TableReader<'_>) -> Option<ClientSettings> {

@@ -17,7 +17,7 @@ type ValueDigest = [u8; DIGEST_BYTES];
 
 /// Computes the digests of key values.
 #[derive(Clone, Default)]
-pub enum KeyHasher {
+pub enum ValueHasher {
     /// Anyone can compute the digest of a guessed value.
     #[default]
     Sha256,
@@ -27,9 +27,9 @@ pub enum KeyHasher {
 
 /// The digests of one request, so that each value is hashed once for all policies.
 #[derive(Debug, Default)]
-pub struct KeyDigests<'t>(SmallVec<[(&'t KeyPart, ValueDigest); 1]>);
+pub struct ValueDigests<'t>(SmallVec<[(&'t KeyPart, ValueDigest); 1]>);
 
-impl KeyHasher {
+impl ValueHasher {
     /// A hasher with a secret.
     ///
     /// # Errors
@@ -69,16 +69,16 @@ impl KeyHasher {
 }
 
 /// Equal if the secrets are.
-impl PartialEq for KeyHasher {
+impl PartialEq for ValueHasher {
     fn eq(&self, other: &Self) -> bool {
         self.fingerprint() == other.fingerprint()
     }
 }
 
-impl Eq for KeyHasher {}
+impl Eq for ValueHasher {}
 
 /// The debug output omits the secret.
-impl fmt::Debug for KeyHasher {
+impl fmt::Debug for ValueHasher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Sha256 => "Sha256",
@@ -87,11 +87,11 @@ impl fmt::Debug for KeyHasher {
     }
 }
 
-impl<'t> KeyDigests<'t> {
+impl<'t> ValueDigests<'t> {
     /// The digest of a part's value, computed at most once.
     pub(super) fn digest(
         &mut self,
-        hasher: &KeyHasher,
+        hasher: &ValueHasher,
         part: &'t KeyPart,
         value: &[u8],
     ) -> ValueDigest {
@@ -114,22 +114,22 @@ mod tests {
     fn digests_are_those_of_the_standards() {
         let hex = |digest: ValueDigest| digest.map(|byte| format!("{byte:02x}")).concat();
         assert_eq!(
-            hex(KeyHasher::Sha256.digest(b"abc")),
+            hex(ValueHasher::Sha256.digest(b"abc")),
             "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
         );
-        let hasher = KeyHasher::from_secret(&[0x0b; 20]).unwrap();
+        let hasher = ValueHasher::from_secret(&[0x0b; 20]).unwrap();
         assert_eq!(
             hex(hasher.digest(b"Hi There")),
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"
         );
-        assert!(KeyHasher::from_secret(b"short").is_err());
+        assert!(ValueHasher::from_secret(b"short").is_err());
     }
 
     #[test]
     fn each_component_is_hashed_once() {
         let parse = |text| KeyPart::parse(text, &path::Settings::DEFAULT).unwrap();
         let (one, other) = (parse("header:x-api-key"), parse("query:token"));
-        let (hasher, mut digests) = (KeyHasher::default(), KeyDigests::default());
+        let (hasher, mut digests) = (ValueHasher::default(), ValueDigests::default());
         for _ in 0..2 {
             assert_eq!(digests.digest(&hasher, &one, b"a"), hasher.digest(b"a"));
             assert_eq!(digests.digest(&hasher, &other, b"b"), hasher.digest(b"b"));
