@@ -114,9 +114,10 @@ fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) ->
             }
             PolicyStep::Limits(limits) => {
                 has_limits = true;
-                let mut statuses = limits.statuses.iter();
+                let mut statuses = limits.statuses.iter().flatten();
                 let is_known = |status: &LimitStatus| is_usage_known || status.is_unlimited();
-                has_unknown_status |= statuses.len() == 0 || !statuses.clone().all(is_known);
+                has_unknown_status |=
+                    statuses.clone().next().is_none() || !statuses.clone().all(is_known);
                 let is_exhausted = statuses.any(|status| status.remaining < limits.cost);
                 if is_exhausted || limits.blocked_until_us.is_some() {
                     exhausted.push(name.clone());
@@ -272,11 +273,11 @@ fn describe_key(
     now_us: Option<u64>,
     is_usage_known: bool,
 ) -> ExplainedKey {
-    let mut statuses = limited.statuses.iter();
+    let mut statuses = limited.statuses.iter().copied();
     let limits = limited.own.limits.iter();
-    let limits = limits.map(|named| match statuses.next().zip(now_us) {
+    let limits = limits.map(|named| match statuses.next().flatten().zip(now_us) {
         Some((status, now_us)) => {
-            let described = describe_limit_status(named, status, now_us);
+            let described = describe_limit_status(named, &status, now_us);
             LimitDocument {
                 usage: described.usage.filter(|_| is_usage_known),
                 ..described

@@ -40,8 +40,8 @@ pub struct PolicyLimits<'t> {
     pub cost: u64,
     /// End of the current block (µs, store's clock), if any.
     pub blocked_until_us: Option<u64>,
-    /// Current status of each limit; empty if the store is unavailable.
-    pub statuses: Vec<LimitStatus>,
+    /// Current status of each limit, if it is known; empty if the store is unavailable.
+    pub statuses: Vec<Option<LimitStatus>>,
 }
 
 impl<'t> PolicyLimits<'t> {
@@ -54,14 +54,15 @@ impl<'t> PolicyLimits<'t> {
         }
     }
 
-    /// The limits with their statuses, unless the key is unlimited.
+    /// The limits with known statuses, unless the key is unlimited.
     pub fn reports(&self) -> impl Iterator<Item = LimitReport<'t>> {
         let limits = self.own.limits.iter().zip(&self.statuses);
-        let limited = limits.filter(|(_, status)| !status.is_unlimited());
-        limited.map(|(limit, status)| LimitReport {
-            limit,
-            status: *status,
-            key_id: self.own.key.id(),
+        limits.filter_map(|(limit, status)| {
+            Some(LimitReport {
+                limit,
+                status: status.filter(|status| !status.is_unlimited())?,
+                key_id: self.own.key.id(),
+            })
         })
     }
 }
@@ -107,7 +108,11 @@ pub(super) async fn read_limits(
                 .filter(|one| one.own.policy_index == index)
             {
                 limits.blocked_until_us = statuses.blocked_until_us();
-                limits.statuses = statuses.known_limits().collect();
+                limits.statuses = statuses
+                    .limits
+                    .iter()
+                    .map(|outcome| outcome.status)
+                    .collect();
             }
         }
         now_us = now_us.or(Some(decision.now_us));
@@ -136,7 +141,7 @@ fn separate_shared_counters<'t>(limited: &[&mut PolicyLimits<'t>]) -> Vec<Charge
     plans
 }
 
-fn explain_policies<'t>(
+pub(super) fn explain_policies<'t>(
     table: &'t PolicyTable,
     facts: &Facts<'_>,
 ) -> Vec<(&'t Policy, PolicyStep<'t>)> {

@@ -1,7 +1,7 @@
 use super::planned_policy::PlannedPolicy;
 use super::*;
 use crate::clock::{Clock, ManualClock};
-use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts};
+use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitStatus};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
     ActualCostSource, ClientQuota, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart,
@@ -532,6 +532,29 @@ fn slots_that_the_fallback_does_not_grant_are_released_in_redis() {
         "refused"
     );
     assert_eq!(queued_releases(&[(Local, 1), (Open, 2)]), [2], "admitted");
+}
+
+#[test]
+fn a_status_stays_with_its_limit_if_that_of_an_earlier_one_is_unknown() {
+    let mut policy = make_policy_by_user("first", 3);
+    quota_mut(&mut policy).limits.push(make_limit("second", 5));
+    let fixture = EnforcerFixture::new(vec![policy]);
+    let snapshot = fixture.enforcer.active_policies.load_snapshot();
+    let steps = explain::explain_policies(&snapshot.table, &Facts::placeholder());
+    let Some((_, explain::PolicyStep::Limits(mut limits))) = steps.into_iter().next() else {
+        panic!("the policy limits every request");
+    };
+    let known = LimitStatus {
+        remaining: 5,
+        in_effect: None,
+        ..LimitStatus::UNLIMITED
+    };
+    limits.statuses = vec![None, Some(known)];
+    let reported: Vec<_> = limits
+        .reports()
+        .map(|report| (&*report.limit.name, report.status.remaining))
+        .collect();
+    assert_eq!(reported, [("second", 5)]);
 }
 
 #[test]

@@ -213,14 +213,15 @@ async fn diagnose_server(
     algorithms: &[Algorithm],
 ) -> Result<ServerFacts, RedisConnectionError> {
     let settings = &shared.settings;
-    let open = async |is_proxy| {
-        let opened = connection::open(shared, settings, address, &settings.credentials, is_proxy);
+    // A proxy may close the connection at SCRIPT, so the texts of scripts are sent.
+    let open = async || {
+        let opened = connection::open(shared, settings, address, &settings.credentials, true);
         within(connect_time(settings), opened).await
     };
     let deadline = Instant::now() + MAX_CHECK_TIME;
     let mut check = ServerCheck {
         scripts: &shared.scripts,
-        opened: open(false).await?,
+        opened: open().await?,
         probe_key,
         deadline,
     };
@@ -244,7 +245,7 @@ async fn diagnose_server(
         if !is_refused {
             break;
         }
-        check.opened = open(true).await?;
+        check.opened = open().await?;
     }
     let info = if is_refused {
         Ok(InfoFields(InfoDict::new("")))

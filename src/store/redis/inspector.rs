@@ -87,10 +87,12 @@ impl CounterInspector {
         let mut keys = BTreeSet::new();
         for live in self.0.master_connections() {
             let (live, mut cursor) = (live?, Some(0));
-            while let Some(at) = cursor.filter(|_| keys.len() <= max_counters) {
+            while let Some(at) = cursor {
                 let found;
                 (cursor, found) = scan_step(&live, at, &pattern).await?;
                 keys.extend(found.into_iter().filter(is_wanted));
+                // Each server answers at least one step: the first must not hide the others.
+                cursor = cursor.filter(|_| keys.len() <= max_counters);
             }
         }
         let has_more = keys.len() > max_counters;
