@@ -1,12 +1,14 @@
 //! A small HTTP client for background work: no redirects, and responses of bounded size.
 
 use crate::listen::{ListenAddress, is_family_missing};
+use crate::text::format_error_chain;
 use crate::tls::{ClientTls, describe_tls_error};
 use bytes::Bytes;
 use http::{Request, Response, StatusCode, Uri};
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::client::conn::http1;
 use hyper_util::rt::TokioIo;
+use std::error::Error;
 use std::fmt;
 use std::io;
 use std::net::IpAddr;
@@ -129,18 +131,26 @@ pub async fn connect_to_listener(address: &ListenAddress) -> io::Result<Box<dyn 
     Ok(Box::new(socket))
 }
 
+fn to_io_error(step: &str, error: &(dyn Error + 'static)) -> io::Error {
+    let mut causes = std::iter::successors(Some(error), |&cause| cause.source());
+    let of_socket = causes.find_map(|cause| cause.downcast_ref::<io::Error>());
+    let kind = of_socket.map_or(io::ErrorKind::Other, io::Error::kind);
+    io::Error::new(kind, format!("{step}: {}", format_error_chain(error)))
+}
+
 /// Sends a request on a new connection, which ends with this call. The body of the response is
 /// read only if `reads_body` is true for the status.
 ///
 /// # Errors
-/// Returns a message without any content of the response.
+/// The cause, of the kind of the socket's error if there was one, without any content of the
+/// response.
 pub async fn fetch(
     stream: impl ClientStream,
     request: Request<Full<Bytes>>,
     max_body_bytes: usize,
     reads_body: fn(StatusCode) -> bool,
-) -> Result<Response<Bytes>, String> {
-    let failed = |error: hyper::Error| format!("request failed: {error}");
+) -> io::Result<Response<Bytes>> {
+    let failed = |error: hyper::Error| to_io_error("request failed", &error);
     let (mut sender, connection) = http1::Builder::new()
         .max_buf_size(MAX_HEAD_BYTES)
         .handshake(TokioIo::new(stream))
@@ -153,7 +163,7 @@ pub async fn fetch(
             return Ok(Response::from_parts(head, Bytes::new()));
         }
         let body = Limited::new(body, max_body_bytes).collect().await;
-        let body = body.map_err(|error| format!("body: {error}"))?;
+        let body = body.map_err(|error| to_io_error("body", &*error))?;
         Ok(Response::from_parts(head, body.to_bytes()))
     };
     // The connection is driven here, so that it ends with this future.

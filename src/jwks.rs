@@ -292,7 +292,9 @@ async fn fetch_key_set(source: &KeySource) -> Result<(String, Option<Duration>),
         .body(Full::default())
         .map_err(|error| error.to_string())?;
     let is_read = |status| status == StatusCode::OK;
-    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES, is_read).await?;
+    let response = http_client::fetch(stream, request, MAX_KEY_SET_BYTES, is_read)
+        .await
+        .map_err(|error| error.to_string())?;
     match response.status() {
         StatusCode::OK => {}
         status if status.is_redirection() => {

@@ -1,5 +1,6 @@
 //! Texts for people: truncated, wrapped, and safe for terminals.
 
+use std::error::Error;
 use std::fmt;
 use time::OffsetDateTime;
 use time::macros::format_description;
@@ -22,6 +23,13 @@ impl fmt::Debug for SecretText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("***")
     }
+}
+
+/// Formats an error and its sources on one line.
+pub fn format_error_chain(error: &dyn Error) -> String {
+    let causes = std::iter::successors(Some(error), |&cause| cause.source());
+    let texts: Vec<_> = causes.map(ToString::to_string).collect();
+    texts.join(": ")
 }
 
 /// The word that is most like `text` by Jaro-Winkler similarity (0 to 1), if that is above

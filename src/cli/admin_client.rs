@@ -158,7 +158,10 @@ impl AdminClient {
         body: String,
     ) -> io::Result<Response<Bytes>> {
         let connected = timeout(IO_TIMEOUT, http_client::connect_to_listener(&self.address));
-        let socket = connected.await??;
+        let socket = connected.await.map_err(|_elapsed| {
+            let message = format!("no connection within {} s", IO_TIMEOUT.as_secs());
+            io::Error::new(io::ErrorKind::TimedOut, message)
+        })??;
         let mut request = Request::builder()
             .method(method)
             .uri(target)
@@ -171,11 +174,10 @@ impl AdminClient {
         let request = request.body(body.into()).map_err(io::Error::other)?;
         let response = http_client::fetch(socket, request, MAX_RESPONSE_BYTES, |_| true);
         let response = timeout(response_timeout, response).await;
-        let response = response.map_err(|_elapsed| {
+        response.map_err(|_elapsed| {
             let message = format!("no answer within {} s", response_timeout.as_secs());
             io::Error::new(io::ErrorKind::TimedOut, message)
-        })?;
-        response.map_err(io::Error::other)
+        })?
     }
 }
 

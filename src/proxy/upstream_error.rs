@@ -1,5 +1,6 @@
 //! Errors of requests that received no response from the upstream.
 
+use crate::text::format_error_chain;
 use std::sync::LazyLock;
 use std::time::Duration;
 use strum::{Display, EnumIter, IntoEnumIterator as _, IntoStaticStr, VariantNames};
@@ -112,13 +113,6 @@ impl UpstreamError {
         let detail = format!("no upstream connection became free within {limit:?}");
         UpstreamErrorKind::QueueTimeout.with_detail(detail)
     }
-}
-
-/// Formats an error and its sources on one line.
-pub(crate) fn format_error_chain(error: &dyn std::error::Error) -> String {
-    let causes = std::iter::successors(Some(error), |cause| cause.source());
-    let texts: Vec<_> = causes.map(ToString::to_string).collect();
-    texts.join(": ")
 }
 
 #[cfg(test)]

@@ -44,8 +44,9 @@ pub(super) async fn export_overrides(
         ExportFormat::Csv => csv_line(csv_header(width)).and_then(|line| output.write_all(&line)),
     };
     let visited = store.visit(arguments.policy.as_deref(), |stored| {
-        let line = to_line(&stored);
-        written = line.and_then(|line| output.write_all(&line));
+        if written.is_ok() {
+            written = to_line(&stored).and_then(|line| output.write_all(&line));
+        }
         written.is_ok()
     });
     visited.await?;

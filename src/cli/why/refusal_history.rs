@@ -6,6 +6,7 @@ use crate::text::{format_rfc3339, truncate_text};
 use serde::{Serialize, Serializer};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// Width of a period at the start, in seconds.
 const MIN_PERIOD_S: u64 = 60;
@@ -86,10 +87,10 @@ impl RefusalHistory {
             last_request: truncate_text(&last_request, MAX_REQUEST_CHARS, '…'),
         };
         let periods = self.series.entry(name).or_default();
-        periods
-            .entry(at_us / self.period_s.saturating_mul(1_000_000))
-            .and_modify(|period| period.merge(&refusal))
-            .or_insert(refusal);
+        match periods.entry(at_us / self.period_s.saturating_mul(1_000_000)) {
+            Entry::Occupied(period) => return period.into_mut().merge(&refusal),
+            Entry::Vacant(period) => drop(period.insert(refusal)),
+        }
         while self.series.values().map(BTreeMap::len).sum::<usize>() > MAX_PERIODS {
             self.merge_neighbouring_periods();
         }

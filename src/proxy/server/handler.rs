@@ -63,7 +63,7 @@ pub struct ConnectionPeer {
     /// Client address. A PROXY header overrides the socket's address. IPv4-mapped IPv6 addresses
     /// appear as IPv4, and Unix socket clients as 127.0.0.1.
     pub addr: SocketAddr,
-    /// Whether the client uses TLS, to tidegate or to the connections balancer in front.
+    /// Whether the client uses TLS, to tidegate or to the load balancer in front.
     pub is_https: bool,
     /// Subject of the client certificate, if the client presented one.
     pub certificate_subject: Option<CertificateSubject>,

@@ -22,8 +22,9 @@ use tokio_util::either::Either;
 use super::UpstreamSharedState;
 use crate::proxy::connection_io::{move_buffered_bytes, poll_write_all};
 use crate::proxy::http2_frames::frame_splitter::{EmptyFrameFilter, return_window};
-use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::{UpstreamScheme, UpstreamUrl};
+use crate::text::format_error_chain;
 use crate::tls::{ClientTls, describe_tls_error};
 
 /// Time after which the next address is tried while earlier attempts are pending (RFC 8305, 5).

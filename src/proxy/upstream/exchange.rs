@@ -212,9 +212,10 @@ impl UpstreamClient {
                 "the connection does not speak HTTP/2",
             ));
         };
-        let supports_websockets = slot.connection.supports_extended_connect();
+        let is_websocket = upgrade::upgrade_names_websocket(&head.headers)
+            && slot.connection.supports_extended_connect();
         let is_secure = self.settings().tls.is_some();
-        let websocket_key = convert_request_head(&mut head, supports_websockets, is_secure)
+        let websocket_key = convert_request_head(&mut head, is_websocket, is_secure)
             .ok_or_else(|| invalid_request_error("the request's Host is not a valid authority"))?;
         let (mut response, tunnel) =
             start_request(slot, head, body, websocket_key.is_some()).await?;
@@ -364,18 +365,18 @@ fn classify_failure(error: &h2::Error) -> ExchangeFailure {
 
 /// Converts an HTTP/1.1 request head to HTTP/2 (RFC 9113, 8.2.2 and 8.3.1). The target becomes an
 /// absolute URI, and the connection headers except `te` are removed. A WebSocket request becomes an
-/// extended CONNECT (RFC 8441, 5), if the upstream supports it. Its `Sec-WebSocket-Key` is removed
+/// extended CONNECT (RFC 8441, 5). Its `Sec-WebSocket-Key` is removed
 /// and returned: the `Sec-WebSocket-Accept` of the response is computed from it.
 ///
 /// Returns `None`, with a partly changed head, if `Host` is missing or not an authority. This does
 /// not occur after request validation.
 fn convert_request_head(
     head: &mut request::Parts,
-    supports_websockets: bool,
+    is_websocket: bool,
     is_secure: bool,
 ) -> Option<Option<HeaderValue>> {
     let mut websocket_key = None;
-    if supports_websockets && upgrade::upgrade_names_websocket(&head.headers) {
+    if is_websocket {
         head.method = Method::CONNECT;
         let websocket = h2::ext::Protocol::from_static("websocket");
         head.extensions.insert(websocket);

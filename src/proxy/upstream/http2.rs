@@ -27,7 +27,8 @@ use super::connector::ReadAllowance;
 use super::connector::UpstreamSocket;
 use super::http2::streams::{DATA_FRAME_BUDGET_BYTES, ReceivedStream, ReceivedStreams};
 use crate::proxy::connection_io::LazyTimer;
-use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind, format_error_chain};
+use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
+use crate::text::format_error_chain;
 
 /// Maximum streams per connection, even if the upstream allows more.
 pub(crate) const MAX_CONCURRENT_STREAMS: usize = 100;

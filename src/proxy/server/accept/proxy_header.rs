@@ -1,5 +1,5 @@
 //! Parser of PROXY protocol headers, versions 1 and 2 (HAProxy's `proxy-protocol.txt`). The
-//! connections balancer that opened the connection sends the client's address in the PROXY header.
+//! load balancer that opened the connection sends the client's address in the PROXY header.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -21,7 +21,7 @@ const V2_INET6_ADDRESSES_BYTES: usize = 36;
 const V2_UNIX_ADDRESSES_BYTES: usize = 216;
 /// Type of the extension with a checksum of the whole header ("2.2.5. The type PP2_TYPE_CRC32C").
 const TLV_TYPE_CRC32C: u8 = 0x03;
-/// Type of the extension about TLS between the client and the connections balancer ("2.2.6. The
+/// Type of the extension about TLS between the client and the load balancer ("2.2.6. The
 /// PP2_TYPE_SSL type and subtypes"), and the bit of its first byte for a client that uses TLS.
 const TLV_TYPE_SSL: u8 = 0x20;
 const SSL_CLIENT_BIT: u8 = 0x01;
@@ -32,7 +32,7 @@ pub(super) struct ProxyHeader {
     /// Client address. `None` if the peer itself is the client (LOCAL, UNKNOWN, or a family other
     /// than IP).
     pub(super) source: Option<SocketAddr>,
-    /// Whether the client uses TLS towards the connections balancer. `None` if the header does not
+    /// Whether the client uses TLS towards the load balancer. `None` if the header does not
     /// state it.
     pub(super) is_tls: Option<bool>,
     /// Length of the header in bytes. The client's own bytes follow the header.
