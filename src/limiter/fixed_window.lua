@@ -1,7 +1,45 @@
--- fixed_window: the rule of fixed_window.rs over one string, `start:used`.
+-- fixed_window: the rule of fixed_window.rs over one string, in one of two forms:
 --
--- The value contains the start of the window because the expiry of the key is not exact: Redis
--- keeps a key through the whole millisecond of its deadline.
+--   `number`      the start of the window (us) plus the used units. The key expires exactly with
+--                 the window, so that INCRBY alone charges a unit: if the key exists, its window is
+--                 the present one
+--   `start:used`  where that is impossible: the sum could be that of another window, the window
+--                 does not start with a millisecond, or ends in this or the next one
+
+-- section: plain
+-- Charges a window that has begun with one command, or begins one. No window of today starts before
+-- 10^15 us, in 2001. The capacity is less than half the period in us.
+-- Reply: the value, if units remain; the window is known from it.
+do
+  local key, cost, now = KEYS[1], ARGV[2], ARGV[1]
+  local value = redis.pcall('INCRBY', key, cost)
+  if type(value) == 'number' then
+    local offset, is_new = ARGV[5] or 0, value < 1000000000000000
+    local used = (value - offset) % ARGV[4]
+    if now == '' then
+      if used < ARGV[3] + 0 and not is_new then return value end
+      now = redis.call('TIME')
+      now = now[1] * 1000000 + now[2]
+    else
+      now = now + 0
+    end
+    local capacity, per = ARGV[3] + 0, ARGV[4] + 0
+    local start = now - (now - offset) % per
+    if not is_new and (ARGV[1] == '' or start == value - used) then
+      start = value - used
+      if used <= capacity then
+        return string.format('%d 0 %d %d', math.max(now, start), capacity - used, start + per)
+      end
+    elseif value == cost + 0 and start >= 1000000000000000 and start + per - now > 2000 then
+      redis.call('SET', key, string.format('%d', start + cost), 'PXAT', string.format('%d', (start + per) / 1000 - 1))
+      return string.format('%d 0 %d %d', now, capacity - cost, start + per)
+    end
+    -- Undoes the charge. An expiry in the past deletes a new key.
+    if value == cost + 0 then redis.call('PEXPIREAT', key, '1') else redis.call('DECRBY', key, cost) end
+  end
+end
+local ARGV = { ARGV[1], 'w 0 ' .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' ' .. (ARGV[5] or 0) }
+-- end section
 
 -- Returns the state of a key at `time`, or at the start of its window if that is later. Returns nil
 -- and perhaps an error if the value is foreign.
@@ -12,7 +50,13 @@ local function window_read(key, time, per, offset)
     if type(value) == 'table' then return nil, value end
     stored_start, used_units = match(value, '^(%d+):(%d+)$')
     stored_start, used_units = tonumber(stored_start), tonumber(used_units)
-    if not stored_start or stored_start > 9007199254740992 or used_units > 9007199254740992 then return nil end
+    if not stored_start then
+      stored_start = tonumber(match(value, '^%d+$'))
+      if not stored_start or stored_start < 1000000000000000 then return nil end
+      used_units = (stored_start - offset) % per
+      stored_start = stored_start - used_units
+    end
+    if stored_start > 9007199254740992 or used_units > 9007199254740992 then return nil end
   end
   local now = max(time, stored_start)
   local start = 0
@@ -29,11 +73,17 @@ end
 -- Stores the used units. Returns an error if Redis rejects the write; then nothing was written.
 local function window_write(window, used_units)
   window.used_units = min(9007199254740992, used_units)
-  local value = format('%d:%d', window.start, window.used_units)
+  local value, expires_ms = format('%d:%d', window.start, window.used_units), math.ceil(window.ends_at / 1000)
+  local is_number = 2 * window.used_units < window.per and window.start >= 1000000000000000
+    and window.start % 1000 == 0 and window.per % 1000 == 0 and window.ends_at - time > 2000
   -- section: calendars
-  if window.is_calendar then value = value .. ':' .. integer(window.ends_at) end
+  if window.is_calendar then is_number, value = false, value .. ':' .. integer(window.ends_at) end
   -- end section
-  local reply = try('SET', window.key, value, 'PXAT', integer(math.ceil(window.ends_at / 1000)))
+  if is_number then
+    -- Redis keeps a key through the whole millisecond of its expiry.
+    value, expires_ms = integer(window.start + window.used_units), expires_ms - 1
+  end
+  local reply = try('SET', window.key, value, 'PXAT', integer(expires_ms))
   if reply.err then return reply end
 end
 

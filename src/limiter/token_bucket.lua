@@ -10,6 +10,52 @@
 -- Products and quotients are exact: no number that counts exceeds 2^53, and fmod does not round,
 -- unlike the operator % of Lua.
 
+-- section: plain
+-- Charges a bucket without a warm-up, leases and a history; of a leaky bucket, with the slack of its
+-- queue. Its capacity is below 2^52 in units of 1 / per.
+do
+  local call, format, key, now = redis.call, string.format, KEYS[1], ARGV[1]
+  if now == '' then
+    now = call('TIME')
+    now = now[1] * 1000000 + now[2]
+  else
+    now = now + 0
+  end
+  local value, charged_at, debt, pay_rate = redis.pcall('GET', key), 0, 0, 0
+  if value then
+    charged_at, debt, pay_rate = nil, nil, nil
+    if type(value) == 'string' then charged_at, debt, pay_rate = string.match(value, '^(%d+):(%d+):(%d+)$') end
+    if charged_at then charged_at, debt, pay_rate = charged_at + 0, debt + 0, pay_rate + 0 end
+  end
+  if charged_at and charged_at <= now and debt <= 9007199254740992 and pay_rate <= 9007199254740992 then
+    local capacity, per, rate, slack, delay = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6], 0
+    if rate > pay_rate then pay_rate = rate end
+    debt = debt - (now - charged_at) * pay_rate
+    if debt < 0 then debt = 0 end
+    debt = debt + ARGV[2] * per
+    local owed = debt
+    if slack then
+      owed = debt - slack
+      if owed < 0 then owed = 0 end
+      if debt > per then delay = (debt - per + (per - debt) % rate) / rate end
+    end
+    if owed <= capacity * per then
+      local used, growth = (owed + -owed % per) / per, 0
+      if used > 0 then
+        growth = owed - (used - 1) * per
+        growth = now + (growth + -growth % rate) / rate
+      end
+      call('SET', key, format('%d:%d:%d', now, debt, rate), 'PXAT',
+        format('%d', math.ceil((now + (debt + -debt % rate) / rate) / 1000)))
+      if delay > 0 then return format('%d 0 %d %d %d', now, capacity - used, growth, delay) end
+      return format('%d 0 %d %d', now, capacity - used, growth)
+    end
+  end
+end
+local ARGV = { ARGV[1], (ARGV[6] and 'd 0 ' or 't 0 ') .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' '
+  .. ARGV[5] .. (ARGV[6] and '+' .. ARGV[6] or '') }
+-- end section
+
 local BUCKET_MAX = 9007199254740992
 
 local function bucket_ceil(a, b)

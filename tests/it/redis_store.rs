@@ -8,6 +8,7 @@ use crate::support::store_harness::first_counter;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use redis::aio::MultiplexedConnection;
+use std::collections::BTreeSet;
 use std::sync::LazyLock;
 use tidegate::clock::{Clock, ManualClock};
 use tidegate::limiter::{
@@ -484,6 +485,33 @@ async fn a_clock_that_ran_ahead_for_one_key_does_not_affect_others() {
     assert_eq!(until(&answer, 1), Some(Refusal::Until(START_US + 1_000)));
 }
 
+/// Without a given time, a unit of a window that has begun is charged by one command, which reads no
+/// clock: the expiry of the key ends the window.
+#[tokio::test]
+async fn windows_end_with_their_keys_as_the_rule_says() {
+    let server = RedisServer::start();
+    let (_shared, redis) = server.connect().await;
+    let (owner, mut model) = (make_key("window"), StateModel::default());
+    let limit = fixed_window(40, 20_000, 7_000);
+    let (end, mut windows) = (Instant::now() + Duration::from_secs(1), BTreeSet::new());
+    let (mut admitted, mut refused) = (0, 0);
+    while Instant::now() < end {
+        let charges = [make_charge(&limit, &owner, 1 + admitted % 2)];
+        let at = tokio::time::Instant::now();
+        let decision = redis.decide(&charges, at).await.unwrap();
+        let expected = model.decide(&charges, decision.now_us);
+        assert_eq!(decision, expected);
+        windows.insert(decision.now_us.saturating_sub(7_000) / limit.per_us);
+        admitted += u64::from(decision.admitted);
+        refused += u64::from(!decision.admitted);
+    }
+    println!(
+        "{admitted} admitted, {refused} refused in {} windows",
+        windows.len()
+    );
+    assert!(windows.len() > 10 && admitted > 200 && refused > 100);
+}
+
 #[tokio::test]
 async fn keys_expire_exactly_when_their_state_is_fresh_again() {
     let server = RedisServer::start();
@@ -509,7 +537,8 @@ async fn keys_expire_exactly_when_their_state_is_fresh_again() {
         (&charges[2], answer.now_us + 12_000_000),
         (
             &charges[1],
-            answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000,
+            // The last millisecond in which the key exists is that before the next window.
+            answer.now_us - (answer.now_us - 7_000_000) % 60_000_000 + 60_000_000 - 1_000,
         ),
     ] {
         let expires_ms: u64 = server
@@ -587,7 +616,8 @@ async fn there_is_one_script_per_set_of_algorithms() {
     let number = server
         .read_info_number("memory", "number_of_cached_scripts")
         .await;
-    assert_eq!(number, 3);
+    // With the plain section, which is for one unit of a log, and without it.
+    assert_eq!(number, 4);
 }
 
 /// Real time and real contention: no window exceeds the limit, and at least 99 % of it is used.

@@ -34,22 +34,29 @@ struct SharedLimitRun {
     admitted: usize,
     /// One entry per charged unit, in order, with the write that charged it.
     charges: Vec<ScriptWrite>,
+    /// The window and the units counted in it so far, after the write of each charge.
+    totals: Vec<(u64, u64)>,
     /// Rejections by Redis and by the proxies' deny caches.
     refused: usize,
 }
 
 impl SharedLimitRun {
-    /// Runs for `TIDEGATE_TEST_SECONDS`, 6 by default; the limit's period is a sixth of it. `total`
+    /// The limit's period: a sixth of `TIDEGATE_TEST_SECONDS`, 6 by default.
+    fn period() -> Duration {
+        let seconds =
+            std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+        Duration::from_secs(seconds) / u32::try_from(PERIODS_PER_RUN).unwrap()
+    }
+
+    /// Runs for some periods. `total`
     /// extracts from a write its window and the units counted in it so far.
     async fn execute(
         algorithm: &str,
-        writes: &'static str,
-        total: fn(&ScriptWrite) -> (u64, u64),
+        writes: &'static [&'static str],
+        mut total: impl FnMut(&ScriptWrite) -> (u64, u64),
     ) -> Self {
-        let seconds =
-            std::env::var("TIDEGATE_TEST_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
-        let length = Duration::from_secs(seconds);
-        let per = length / u32::try_from(PERIODS_PER_RUN).unwrap();
+        let per = Self::period();
+        let length = per * u32::try_from(PERIODS_PER_RUN).unwrap();
         let (server, upstream) = (RedisServer::start(), Upstream::echo().await);
         let config = format!(
             r#"
@@ -86,12 +93,13 @@ on_store_failure = "closed"
             admitted,
             "only admitted requests must reach the upstream"
         );
-        let (mut charges, mut before) = (Vec::new(), (0, 0));
+        let (mut charges, mut totals, mut before) = (Vec::new(), Vec::new(), (0, 0));
         for write in monitor.stop(&server).await {
             let now = total(&write);
             // Requests decided together are charged by one write.
             let units = now.1 - if now.0 == before.0 { before.1 } else { 0 };
             charges.extend((0..units).map(|_| write.clone()));
+            totals.extend((0..units).map(|_| now));
             before = now;
         }
         assert_eq!(
@@ -103,6 +111,7 @@ on_store_failure = "closed"
             per_us: u64::try_from(per.as_micros()).unwrap(),
             admitted,
             charges,
+            totals,
             refused,
         }
     }
@@ -137,7 +146,7 @@ fn assert_decided_by_redis_clock(decided_us: u64, write: &ScriptWrite) {
 
 #[tokio::test]
 async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
-    let run = SharedLimitRun::execute("sliding_log", "ZADD", |write| {
+    let run = SharedLimitRun::execute("sliding_log", &["ZADD"], |write| {
         let sum = write.arguments[3].split(':').next().unwrap();
         (0, sum.parse().unwrap())
     })
@@ -180,14 +189,27 @@ async fn a_sliding_log_shared_by_two_proxies_is_exact_and_used_up() {
 
 #[tokio::test]
 async fn a_fixed_window_shared_by_two_proxies_is_exact_and_used_up() {
-    let state = |write: &ScriptWrite| -> (u64, u64) {
-        let (start_us, used) = write.arguments[2].split_once(':').unwrap();
-        (start_us.parse().unwrap(), used.parse().unwrap())
+    let per_us = SharedLimitRun::period().as_micros() as u64;
+    let mut value = (0, 0);
+    // A unit beyond the limit, and one of a window that has ended, is taken back or replaced by SET.
+    let mut state = |write: &ScriptWrite| -> (u64, u64) {
+        let number = write.arguments[2].as_str();
+        let number = number.split_once(':').map_or_else(
+            || number.parse::<u64>().unwrap(),
+            |(start_us, used)| start_us.parse::<u64>().unwrap() + used.parse::<u64>().unwrap(),
+        );
+        let (start_us, used) = value;
+        if write.arguments[0] == "SET" {
+            value = (number - number % per_us, number % per_us);
+        } else if used + number <= LIMIT_UNITS as u64 && write.at_us < start_us + per_us {
+            value = (start_us, used + number);
+        }
+        value
     };
-    let run = SharedLimitRun::execute("fixed_window", "SET", state).await;
+    let run = SharedLimitRun::execute("fixed_window", &["SET", "INCRBY"], &mut state).await;
     let mut windows: Vec<(u64, usize)> = Vec::new();
-    for write in &run.charges {
-        let (start_us, used) = state(write);
+    for (write, (start_us, used)) in run.charges.iter().zip(&run.totals) {
+        let (start_us, used) = (*start_us, *used);
         let used = usize::try_from(used).unwrap();
         assert_eq!(
             start_us % run.per_us,
@@ -254,7 +276,7 @@ struct MonitorRecorder(JoinHandle<Vec<ScriptWrite>>);
 impl MonitorRecorder {
     const END_MARKER: &str = "monitor-ends";
 
-    async fn start(server: &RedisServer, writes: &'static str) -> Self {
+    async fn start(server: &RedisServer, writes: &'static [&'static str]) -> Self {
         let stream = TcpStream::connect(("127.0.0.1", server.port()))
             .await
             .unwrap();
@@ -280,7 +302,7 @@ impl MonitorRecorder {
                     .collect();
                 let is_ours =
                     |key: &String| !key.ends_with("-probe") && !key.contains(":v1:instances");
-                if words[0] == writes && words.get(1).is_some_and(is_ours) {
+                if writes.contains(&words[0].as_str()) && words.get(1).is_some_and(is_ours) {
                     kept.push(ScriptWrite {
                         at_us: stamp.replace('.', "").parse().unwrap(),
                         arguments: words,

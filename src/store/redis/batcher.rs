@@ -162,6 +162,7 @@ impl DecisionBatcher {
             }
         };
         let replies = reply.and_then(|reply| {
+            let reply = live.server_clock.date_reply(reply);
             DecisionBatch::parse_reply(reply, &repeat_counts).ok_or(RedisErrorKind::InvalidReply)
         });
         match replies {

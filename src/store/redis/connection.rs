@@ -8,7 +8,7 @@ use super::access::RedisAccess;
 use super::connector::{self, AbortOnDropTask};
 use super::error::{RedisConnectionError, RedisErrorKind, within};
 use super::live_connection::{LiveConnection, is_proxy_refusal};
-use super::scripts::ScriptLibrary;
+use super::scripts::{ScriptLibrary, ServerClock};
 use super::sentinel;
 use super::settings::{RedisAddress, RedisCredentials, RedisSettings, RedisTopology};
 use super::shared_state::SharedRedisState;
@@ -398,7 +398,7 @@ async fn open_and_probe(
                 shared.set_behind_proxy(true);
                 return Ok(opened);
             }
-            reply => reply?,
+            reply => opened.live.server_clock.date_reply(reply?),
         };
         shared.set_behind_proxy(false);
         probe_writes(shared, &opened.live, target).await?;
@@ -425,6 +425,7 @@ pub(super) async fn open(
         // A proxy may close the connection at SCRIPT.
         script_load: ArcSwap::from_pointee(OnceCell::new_with(is_proxy.then_some(false))),
         lacks_evalsha: AtomicBool::new(false),
+        server_clock: ServerClock::default(),
     };
     Ok(OpenedConnection {
         live,
@@ -459,6 +460,7 @@ async fn probe_writes(
         }
         reply => reply?,
     };
+    let reply = live.server_clock.date_reply(reply);
     match ScriptLibrary::parse_decision_reply(&reply, &request) {
         Some(decision) if decision.admitted => Ok(()),
         _ => Err(RedisConnectionError::new(

@@ -3,6 +3,7 @@
 //! scripts reach a server.
 
 use super::error::RedisErrorKind;
+use super::scripts::ServerClock;
 use super::shared_state::SharedRedisState;
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
@@ -34,6 +35,7 @@ pub(super) struct LiveConnection {
     pub(super) script_load: ArcSwap<OnceCell<bool>>,
     /// Whether the server does not know EVALSHA.
     pub(super) lacks_evalsha: AtomicBool,
+    pub(super) server_clock: ServerClock,
 }
 
 impl LiveConnection {

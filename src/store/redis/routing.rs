@@ -164,7 +164,7 @@ impl RedisStore {
     ) -> Result<Value, RedisErrorKind> {
         loop {
             let failed_call = match self.try_command(hash_slot, command, deadline).await {
-                Ok(reply) => return Ok(reply),
+                Ok((reply, _)) => return Ok(reply),
                 Err(failed_call) => failed_call,
             };
             let kind = failed_call.kind;
@@ -188,7 +188,7 @@ impl RedisStore {
         hash_slot: u16,
         command: &Cmd,
         deadline: Instant,
-    ) -> Result<Value, FailedRedisCall> {
+    ) -> Result<(Value, Arc<LiveConnection>), FailedRedisCall> {
         let mut next_node = self
             .worker
             .slot_map
@@ -203,7 +203,7 @@ impl RedisStore {
             let kind = match answer {
                 Ok(Ok(value)) => {
                     node.reset_failures();
-                    return Ok(value);
+                    return Ok((value, live));
                 }
                 Ok(Err(error)) => match self.parse_redirection(&error, &node) {
                     Some((address, is_importing)) => {
@@ -342,7 +342,8 @@ impl RedisStore {
                 let command = scripts.decide_command(request, None);
                 // Boxed, because the future of every request would include its size otherwise.
                 let reply = Box::pin(self.request_reply(hash_slot, &command, deadline)).await;
-                reply.and_then(|reply| {
+                reply.and_then(|(reply, live)| {
+                    let reply = live.server_clock.date_reply(reply);
                     ScriptLibrary::parse_decision_reply(&reply, request)
                         .ok_or_else(|| breaker.count_failure(RedisErrorKind::InvalidReply))
                 })
@@ -377,7 +378,7 @@ impl RedisStore {
         hash_slot: u16,
         command: &Cmd,
         deadline: Instant,
-    ) -> Result<Value, RedisErrorKind> {
+    ) -> Result<(Value, Arc<LiveConnection>), RedisErrorKind> {
         let reply = self.try_command(hash_slot, command, deadline).await;
         reply.map_err(|failed_call| self.record_failed_call(&failed_call))
     }

@@ -35,6 +35,8 @@ struct EncodedCharge {
     key_range: Range<usize>,
     argument_range: Range<usize>,
     is_dynamic: bool,
+    /// Flags of the program for the charge alone, if the plain section can decide it.
+    plain_flags: Option<usize>,
 }
 
 #[derive(Debug)]
@@ -125,6 +127,7 @@ impl DecisionBatch {
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
                 is_dynamic: charge.name.is_some(),
+                plain_flags: scripts::plain_program_flags(&charge),
             });
         }
         self.requests.push(BatchedRequest {
@@ -165,12 +168,17 @@ impl DecisionBatch {
                 .unwrap_or_default()
                 .as_bytes()
         };
-        let mut command =
-            script.start_evalsha_command(self.script_flags, repeated_charges().count());
+        let charge_count = repeated_charges().count();
+        let plain_flags = repeated_charges()
+            .next()
+            .filter(|(_, repeat_count)| charge_count == 1 && *repeat_count == 1)
+            .and_then(|(charge, _)| charge.plain_flags);
+        let flags = plain_flags.unwrap_or(self.script_flags);
+        let mut command = script.start_evalsha_command(flags, charge_count);
         for (charge, _) in repeated_charges() {
             command.write_arg(text(&charge.key_range));
         }
-        if self.script_flags & scripts::OVERRIDE_FLAG != 0 {
+        if flags & scripts::OVERRIDE_FLAG != 0 {
             let mut override_key = String::with_capacity(96);
             for (charge, _) in repeated_charges() {
                 if charge.is_dynamic {
@@ -185,7 +193,13 @@ impl DecisionBatch {
         scripts::push_time_argument(&mut command, time_us);
         for (charge, repeat_count) in repeated_charges() {
             let argument = text(&charge.argument_range);
-            if repeat_count > 1 {
+            if plain_flags.is_some() {
+                // Without the letter of the algorithm, the policy's number and options, and a last
+                // 0, which an absent argument means.
+                let argument = argument.strip_suffix(b" 0").unwrap_or(argument);
+                let numbers = argument.split(|byte| b" +".contains(byte)).skip(2);
+                numbers.for_each(|number| command.write_arg(number));
+            } else if repeat_count > 1 {
                 let mut count = itoa::Buffer::new();
                 command
                     .write_arg(&[argument, b" ", count.format(repeat_count).as_bytes()].concat());
@@ -265,12 +279,7 @@ fn find_mergeable_charge<'r, 'a>(request: &'r [PolicyCharges<'a>]) -> Option<Cha
         | Algorithm::Concurrency { .. }
         | Algorithm::Block => false,
     };
-    let has_options = policy.shadow
-        || policy.counts_rejected
-        || charge.is_estimate
-        || charge.is_read
-        || policy.requested_lease().is_some();
-    (is_additive && !has_options && charge.cost > 0).then_some(charge)
+    (is_additive && !scripts::has_options(&charge) && charge.cost > 0).then_some(charge)
 }
 
 #[cfg(test)]

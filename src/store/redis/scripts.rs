@@ -10,7 +10,7 @@ use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use counter_key::push_hex_id;
-pub(super) use reply::{CallerPosition, parse_now_us};
+pub(super) use reply::{CallerPosition, ServerClock, parse_now_us};
 
 /// A script and its SHA-1 digest for EVALSHA.
 #[derive(Debug)]
@@ -32,7 +32,8 @@ const ALGORITHM_SOURCES: [&str; 7] = [
 
 /// Flags for the purposes of a program, above the bits of its algorithms: `SETTLE_FLAG` settles
 /// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases,
-/// `OVERRIDE_FLAG` applies overrides of keys, `CALENDAR_FLAG` counts in periods of calendars.
+/// `OVERRIDE_FLAG` applies overrides of keys, `CALENDAR_FLAG` counts in periods of calendars,
+/// `PLAIN_FLAG` admits an ordinary charge in straight code.
 const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
@@ -43,7 +44,14 @@ pub(super) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
 
 const CALENDAR_FLAG: usize = OVERRIDE_FLAG << 1;
 
-const PROGRAM_COUNT: usize = CALENDAR_FLAG << 1;
+/// The program begins with the plain section of its algorithm.
+pub(super) const PLAIN_FLAG: usize = CALENDAR_FLAG << 1;
+
+const PROGRAM_COUNT: usize = PLAIN_FLAG << 1;
+
+/// Debts of the plain section of buckets, and the times at which they are paid, are exact in a
+/// double.
+const MAX_PLAIN_DEBT: u64 = 1 << 52;
 
 /// Maximum arguments per charge (see `decide.lua` and `settle.lua`).
 const MAX_ARGS_PER_CHARGE: usize = 6;
@@ -200,34 +208,40 @@ impl LuaProgram {
         };
         let files = [include_str!("prelude.lua")]
             .into_iter()
-            .chain(algorithms)
+            .chain(algorithms.clone())
             .chain([last]);
-        let text = files
-            .map(|source| strip_source(source, flags))
-            .collect::<String>();
+        let plain = algorithms
+            .clone()
+            .filter(|_| flags & PLAIN_FLAG != 0)
+            .map(|source| strip_source(source, |section| section == Some("plain")));
+        let sections = |section: Option<&str>| match section {
+            Some("settlements") => flags & SETTLE_FLAG != 0,
+            Some("rejected charges") => flags & COUNT_REJECTED_FLAG != 0,
+            Some("leases") => flags & LEASE_FLAG != 0,
+            Some("overrides") => flags & OVERRIDE_FLAG != 0,
+            Some("calendars") => flags & CALENDAR_FLAG != 0,
+            section => section.is_none(),
+        };
+        let files = files.map(|source| strip_source(source, sections));
+        let text = plain.chain(files).collect::<String>();
         let sha = redis::Script::new(&text).get_hash().to_owned();
         Self { text, sha }
     }
 }
 
-/// Removes comments, indentation, and the sections that the program does not need. Redis accepts
-/// arguments up to 16 KiB from an unauthenticated connection. After a larger argument, Redis closes
-/// the connection instead of reporting the missing login.
-fn strip_source(source: &str, flags: usize) -> String {
-    let (mut text, mut is_included) = (String::with_capacity(source.len()), true);
+/// Removes comments, indentation, and the sections that are not wanted; `None` is the text outside
+/// of sections. Redis accepts arguments up to 16 KiB from an unauthenticated connection. After a
+/// larger argument, Redis closes the connection instead of reporting the missing login.
+fn strip_source(source: &str, is_wanted: impl Fn(Option<&str>) -> bool) -> String {
+    let (mut text, mut section) = (String::with_capacity(source.len()), None);
     for line in source.lines().map(str::trim_start) {
-        match line {
-            "-- section: settlements" => is_included = flags & SETTLE_FLAG != 0,
-            "-- section: rejected charges" => is_included = flags & COUNT_REJECTED_FLAG != 0,
-            "-- section: leases" => is_included = flags & LEASE_FLAG != 0,
-            "-- section: overrides" => is_included = flags & OVERRIDE_FLAG != 0,
-            "-- section: calendars" => is_included = flags & CALENDAR_FLAG != 0,
-            "-- end section" => is_included = true,
-            line if is_included && !line.is_empty() && !line.starts_with("--") => {
-                text.push_str(line);
-                text.push('\n');
-            }
-            _ => {}
+        if let Some(name) = line.strip_prefix("-- section: ") {
+            section = Some(name);
+        } else if line == "-- end section" {
+            section = None;
+        } else if is_wanted(section) && !line.is_empty() && !line.starts_with("--") {
+            text.push_str(line);
+            text.push('\n');
         }
     }
     text
@@ -264,6 +278,43 @@ pub(super) fn program_flags_for_charge(charge: &Charge<'_, '_>) -> usize {
         flags |= OVERRIDE_FLAG;
     }
     flags
+}
+
+/// Whether a charge has options of its policy or a special purpose, apart from overrides.
+pub(super) fn has_options(charge: &Charge<'_, '_>) -> bool {
+    let policy = charge.policy;
+    policy.shadow
+        || policy.counts_rejected
+        || charge.is_estimate
+        || charge.is_read
+        || policy.requested_lease().is_some()
+}
+
+/// The flags of the program with the plain section, if that can admit a charge that is alone in a
+/// call.
+pub(super) fn plain_program_flags(charge: &Charge<'_, '_>) -> Option<usize> {
+    let limit = charge.limit;
+    let capacity = limit.capacity();
+    let is_paid_exactly =
+        limit.requests > 0 && capacity.saturating_mul(limit.per_us) < MAX_PLAIN_DEBT;
+    let is_possible = match limit.algorithm {
+        Algorithm::SlidingLog => charge.cost == 1,
+        Algorithm::SlidingWindow { .. } => true,
+        // In whole milliseconds, a key can expire exactly with its window.
+        Algorithm::FixedWindow { offset_us } => {
+            limit.per_us % 1000 == 0 && offset_us % 1000 == 0 && capacity < limit.per_us / 2
+        }
+        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us == 0 && is_paid_exactly,
+        Algorithm::LeakyBucket { .. } => is_paid_exactly,
+        Algorithm::CalendarWindow { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
+            false
+        }
+    };
+    let is_plain = is_possible
+        && !has_options(charge)
+        && charge.name.is_none()
+        && (1..=capacity).contains(&charge.cost);
+    is_plain.then(|| program_flags_for_charge(charge) | PLAIN_FLAG)
 }
 
 pub(super) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {

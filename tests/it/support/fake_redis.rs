@@ -249,7 +249,12 @@ fn admitting_reply(words: &[String]) -> String {
     const NOW_US: u64 = 1_700_000_000_000_000;
     let mut text = NOW_US.to_string();
     if words[2] == "1" {
-        let field = |n| words[5].split(' ').nth(n).unwrap().parse::<u64>().unwrap();
+        // A plain call has the numbers as arguments.
+        let charge = match words.get(6) {
+            Some(_) => format!("l 0 {}", words[5..].join(" ")),
+            None => words[5].clone(),
+        };
+        let field = |n| charge.split(' ').nth(n).unwrap().parse::<u64>().unwrap();
         text.push_str(&format!(" 0 {} {}", field(3) - 1, NOW_US + 1000));
         // A charge that will be settled.
         if field(1) & 4 != 0 {

@@ -35,6 +35,8 @@ impl KeySpace {
             b"GET" => self.get_text(arguments),
             b"MGET" => Ok(self.get_texts(arguments)),
             b"SET" => self.set_text(arguments),
+            b"INCRBY" => self.increase(&arguments[0], number(&arguments[1])),
+            b"DECRBY" => self.increase(&arguments[0], -number(&arguments[1])),
             b"DEL" => Ok(self.delete(arguments)),
             b"PEXPIRE" => Ok(self.expire(
                 &arguments[0],
@@ -96,6 +98,26 @@ impl KeySpace {
         let is_past = expires_at_ms.is_some_and(|at_ms| at_ms <= self.time_us / 1000);
         self.put(&arguments[0], (!is_past).then_some(entry));
         Ok(Reply::OK)
+    }
+
+    /// The expiry stays.
+    fn increase(&mut self, key: &[u8], amount: i64) -> CommandResult {
+        let expires_at_ms =
+            (self.dataset.get(key, self.time_us / 1000)).and_then(|entry| entry.expires_at_ms);
+        let value: i64 = match self.get_text(std::slice::from_ref(&key.to_vec()))? {
+            Reply::Bulk(text) => std::str::from_utf8(&text)
+                .ok()
+                .and_then(|text| text.parse().ok())
+                .ok_or("ERR value is not an integer or out of range")?,
+            _ => 0,
+        };
+        let value = value + amount;
+        let entry = Entry {
+            value: Value::Text(value.to_string().into_bytes()),
+            expires_at_ms,
+        };
+        self.put(key, Some(entry));
+        Ok(Reply::Int(value))
     }
 
     fn delete(&mut self, keys: &[Vec<u8>]) -> Reply {

@@ -33,11 +33,12 @@ pub(crate) struct Dataset {
 }
 
 impl Dataset {
-    /// Reads a key. An expired key does not exist.
+    /// Reads a key. An expired key does not exist; as in Redis, it exists through its last
+    /// millisecond.
     pub(crate) fn get(&self, key: &[u8], now_ms: u64) -> Option<&Entry> {
         self.keys
             .get(key)
-            .filter(|entry| entry.expires_at_ms.is_none_or(|at_ms| at_ms > now_ms))
+            .filter(|entry| entry.expires_at_ms.is_none_or(|at_ms| at_ms >= now_ms))
     }
 
     /// Replaces or removes a key at the world's time `at_us`.
@@ -80,7 +81,7 @@ impl Dataset {
     /// Deletes keys that have expired, as Redis' background cycle does.
     pub(crate) fn delete_expired(&mut self, now_ms: u64) {
         self.keys
-            .retain(|_, entry| entry.expires_at_ms.is_none_or(|at_ms| at_ms > now_ms));
+            .retain(|_, entry| entry.expires_at_ms.is_none_or(|at_ms| at_ms >= now_ms));
     }
 }
 

@@ -30,7 +30,7 @@ pub enum DenialReason {
 }
 
 /// The commands that the scripts use. `{set}` and `{text}` stand for counters of the probe.
-const SCRIPT_COMMANDS: [&str; 17] = [
+const SCRIPT_COMMANDS: [&str; 19] = [
     "ZADD {set} 0 probe",
     "PEXPIRE {set} 10000",
     "PEXPIREAT {set} 1",
@@ -46,6 +46,8 @@ const SCRIPT_COMMANDS: [&str; 17] = [
     "ZREMRANGEBYSCORE {set} 0 0",
     "GET {text}",
     "MGET {text}",
+    "INCRBY {text} 1",
+    "DECRBY {text} 1",
     "SET {text} 0 PX 1",
     "TIME",
 ];

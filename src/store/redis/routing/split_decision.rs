@@ -398,7 +398,7 @@ impl RedisStore {
     ) -> Result<Option<(OverrideInEffect, Option<u64>)>, RedisErrorKind> {
         let mut command = cmd("MGET");
         command.arg(self.scripts.override_key(&policy.key));
-        let reply = self.request_reply(hash_slot, &command, deadline).await?;
+        let (reply, _) = self.request_reply(hash_slot, &command, deadline).await?;
         let values: Vec<Value> =
             from_redis_value(reply).map_err(|_other| RedisErrorKind::InvalidReply)?;
         let Some(Value::BulkString(text)) = values.into_iter().next() else {

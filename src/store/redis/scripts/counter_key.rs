@@ -11,8 +11,8 @@ const OVERRIDE_KEY_END: &str = "}:override";
 
 impl ScriptLibrary {
     /// The Redis key of a counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
-    /// or buckets>][:<readable key>]`. For a period of a calendar, `<per>+<offset>` is
-    /// `<unit>+<time zone>`. A response counter has `counted:` before the algorithm,
+    /// or buckets>][:<readable key>]`. For a fixed window, `@` instead of `+` names the format of
+    /// the value; for a period of a calendar, `<per>+<offset>` is `<unit>+<time zone>`. A response counter has `counted:` before the algorithm,
     /// and is not parsed as a counter.
     pub fn counter_key(&self, counter: CounterRef<'_>) -> String {
         let mut key = String::new();
@@ -49,18 +49,18 @@ impl ScriptLibrary {
             "}:"
         };
         key.extend([kind, algorithm.into_str(), ":"]);
-        let variant = match algorithm {
+        let (separator, variant) = match algorithm {
             Algorithm::CalendarWindow { calendar } => {
                 return key.extend([calendar.unit().as_str(), "+", calendar.zone_name()]);
             }
-            Algorithm::SlidingWindow { buckets } => buckets,
-            Algorithm::FixedWindow { offset_us } => offset_us,
-            _ => 0,
+            Algorithm::SlidingWindow { buckets } => ("+", Some(buckets)),
+            Algorithm::FixedWindow { offset_us } => ("@", Some(offset_us)),
+            _ => ("", None),
         };
         let mut number = itoa::Buffer::new();
         key.push_str(number.format(per_us));
-        if variant > 0 {
-            key.push('+');
+        if let Some(variant) = variant {
+            key.push_str(separator);
             key.push_str(number.format(variant));
         }
     }
@@ -103,7 +103,7 @@ impl ScriptLibrary {
             .1;
         let mut words = rest.splitn(3, ':');
         let (algorithm, period, readable) = (words.next()?, words.next()?, words.next());
-        let (per_us, variant) = period.split_once('+').unwrap_or((period, "0"));
+        let (per_us, variant) = period.split_once(['+', '@']).unwrap_or((period, "0"));
         if let ("fixed_window", Some(calendar)) = (algorithm, Calendar::from_names(per_us, variant))
         {
             let limit = Limit::per_calendar_period(MAX_UNITS, calendar);
@@ -113,7 +113,7 @@ impl ScriptLibrary {
         let algorithm = match algorithm {
             "sliding_log" => Algorithm::SlidingLog,
             "sliding_window" => Algorithm::SlidingWindow { buckets: variant },
-            "fixed_window" => Algorithm::FixedWindow { offset_us: variant },
+            "fixed_window" if period.contains('@') => Algorithm::FixedWindow { offset_us: variant },
             "token_bucket" => Algorithm::TokenBucket {
                 burst: MAX_UNITS,
                 warm_up_us: 0,

@@ -1,12 +1,15 @@
-//! Parsers of the replies of `decide.lua`.
+//! Parsers of the replies of `decide.lua` and of the plain sections before it.
 
 use super::ScriptLibrary;
+use crate::clock::{monotonic_now, saturating_micros};
 use crate::limiter::{
     Algorithm, Charge, ChargeOutcome, Decision, LeaseGrant, LeaseTerms, Limit, LimitStatus,
     OverrideInEffect, PolicyCharges, PolicyOutcome, Refusal,
 };
 use redis::Value;
 use smallvec::SmallVec;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 /// Latest time that a script can return: later times are not exact in a double.
 const MAX_EXACT_TIME_US: u64 = 1 << 53;
@@ -16,6 +19,58 @@ const OVERRIDE_EXPIRES: i64 = -4;
 
 /// In a reply: the value at the key of the override is no override.
 const FOREIGN_OVERRIDE: i64 = -5;
+
+/// The smallest value of a window whose start and units are one number.
+const MIN_WINDOW_VALUE: u64 = 1_000_000_000_000_000;
+
+/// Before the value of a fixed window, in a dated reply.
+const WINDOW_VALUE: &str = "window ";
+
+/// The clock of a server, from the times in its replies.
+///
+/// The plain section of a fixed window calls TIME for the first and for the last unit of a window
+/// only. Its other replies are dated by this clock, which decides nothing: it says how long the
+/// window still lasts.
+#[derive(Debug)]
+pub(crate) struct ServerClock {
+    start: Instant,
+    /// The time of the server at `start` by its last reply (µs); 0: unknown.
+    start_us: AtomicU64,
+}
+
+impl Default for ServerClock {
+    fn default() -> Self {
+        Self {
+            start: monotonic_now(),
+            start_us: AtomicU64::new(0),
+        }
+    }
+}
+
+impl ServerClock {
+    /// Puts the time before the reply of a fixed window, and reads the time of another reply.
+    pub(crate) fn date_reply(&self, reply: Value) -> Value {
+        let elapsed_us = saturating_micros(monotonic_now().saturating_duration_since(self.start));
+        match reply {
+            Value::Int(value) => {
+                let now_us = self
+                    .start_us
+                    .load(Ordering::Relaxed)
+                    .saturating_add(elapsed_us);
+                Value::BulkString(format!("{now_us} {WINDOW_VALUE}{value}").into_bytes())
+            }
+            Value::BulkString(text) => {
+                let time = text.split(|byte| *byte == b' ').next().unwrap_or_default();
+                let now_us = std::str::from_utf8(time).ok().and_then(parse_now_us);
+                if let Some(start_us) = now_us.and_then(|now_us| now_us.checked_sub(elapsed_us)) {
+                    self.start_us.store(start_us, Ordering::Relaxed);
+                }
+                Value::BulkString(text)
+            }
+            reply => reply,
+        }
+    }
+}
 
 /// The position of a caller among those with the same request, from 0 in the order of arrival.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +102,14 @@ impl ScriptLibrary {
         request: &[PolicyCharges<'_>],
         position: CallerPosition,
     ) -> Option<Decision> {
+        let window = match text.strip_prefix(WINDOW_VALUE) {
+            Some(value) => Some(parse_window_value(value, now_us, request)?),
+            None => None,
+        };
+        let (now_us, text) = match &window {
+            Some((now_us, text)) => (*now_us, text.as_str()),
+            None => (now_us, text),
+        };
         let mut numbers = parse_numbers(text);
         let mut next_number = || numbers.next().flatten();
         let (mut admitted, mut max_allowed_delay_us) = (true, 0);
@@ -100,6 +163,27 @@ impl ScriptLibrary {
 fn parse_numbers(text: &str) -> impl Iterator<Item = Option<i64>> {
     let words = text.split(' ').filter(|_| !text.is_empty());
     words.map(|word| word.parse().ok())
+}
+
+/// Derives the numbers of a reply from the value of a fixed window, which admits the only charge
+/// and has further units. The time, `now_us`, is corrected to the window.
+fn parse_window_value(
+    value: &str,
+    now_us: u64,
+    request: &[PolicyCharges<'_>],
+) -> Option<(u64, String)> {
+    let value: u64 = value.parse().ok()?;
+    let limit = request.first()?.charges().next()?.limit;
+    let Algorithm::FixedWindow { offset_us } = limit.algorithm else {
+        return None;
+    };
+    let used = (value.checked_sub(offset_us))
+        .filter(|_| value >= MIN_WINDOW_VALUE)?
+        .checked_rem(limit.per_us)?;
+    let (start_us, remaining) = (value - used, limit.capacity().checked_sub(used)?);
+    let end_us = start_us.checked_add(limit.per_us)?;
+    let now_us = now_us.clamp(start_us, end_us.saturating_sub(1));
+    Some((now_us, format!("0 {remaining} {end_us}")))
 }
 
 /// Parses the server's time in a reply.

@@ -45,7 +45,7 @@ fn trap_5_decisions_use_the_clock_of_redis() {
         .iter()
         .map(|arg| std::str::from_utf8(arg).unwrap())
         .collect();
-    assert_eq!(rest, ["l 0 1 5 1000000 0"], "no argument is a time");
+    assert_eq!(rest, ["1", "5", "1000000"], "no argument is a time");
     assert!(script.script_text(&[]).contains("call('TIME')"));
 }
 
@@ -76,7 +76,7 @@ fn keys_contain_prefix_hash_algorithm_and_period() {
     );
     assert_eq!(
         counter_key(&script, &daily, &short),
-        format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000+7:api/ann")
+        format!("shop%7Ba%7D:v1:{{{hash}}}:fixed_window:1000000@7:api/ann")
     );
     let counted = short.to_response_counter_key();
     assert_eq!(
