@@ -6,16 +6,15 @@
 --   `start:used`  where that is impossible: the sum could be that of another window, the window
 --                 does not start with a millisecond, or ends in this or the next one
 
--- section: plain
+-- section: plain alone
 -- Charges a window that has begun with one command, or begins one. No window of today starts before
--- 10^15 us, in 2001. The capacity is less than half the period in us.
+-- 10^15 us, in 2001.
 -- Reply: the value, if units remain; the window is known from it.
 do
-  local key, cost, now = KEYS[1], ARGV[2], ARGV[1]
+  local key, cost, now, offset = KEYS[1], ARGV[2], ARGV[1], ARGV[5] or 0
   local value = redis.pcall('INCRBY', key, cost)
   if type(value) == 'number' then
-    local offset, is_new = ARGV[5] or 0, value < 1000000000000000
-    local used = (value - offset) % ARGV[4]
+    local used, is_new = (value - offset) % ARGV[4], value < 1000000000000000
     if now == '' then
       if used < ARGV[3] + 0 and not is_new then return value end
       now = redis.call('TIME')
@@ -38,7 +37,26 @@ do
     if value == cost + 0 then redis.call('PEXPIREAT', key, '1') else redis.call('DECRBY', key, cost) end
   end
 end
-local ARGV = { ARGV[1], 'w 0 ' .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' ' .. (ARGV[5] or 0) }
+-- end section
+
+-- section: plain check
+local value_N, per_N = try('GET', KEY), PER + 0
+local start_N, used_N = now - (now - PARAMETER) % per_N, 0
+if start_N < 1000000000000000 or start_N + per_N - now <= 2000 then break end
+if value_N then
+  value_N = tonumber(value_N)
+  if not value_N or value_N < 1000000000000000 or value_N % 1 ~= 0 then break end
+  used_N = (value_N - PARAMETER) % per_N
+  if value_N - used_N > start_N then break end
+  if value_N - used_N < start_N then used_N = 0 end
+end
+used_N = used_N + COST
+if used_N > CAPACITY + 0 then break end
+-- end section
+
+-- section: plain charge
+call('SET', KEY, format('%d', start_N + used_N), 'PXAT', format('%d', (start_N + per_N) / 1000 - 1))
+local remaining_N, growth_N = CAPACITY - used_N, start_N + per_N
 -- end section
 
 -- Returns the state of a key at `time`, or at the start of its window if that is later. Returns nil

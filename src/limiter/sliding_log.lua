@@ -24,44 +24,34 @@
 -- A decision reads two or three elements. A charge adds one and removes at most LOG_TRIM. Each is
 -- O(log n).
 
--- section: plain
--- Charges one unit to a log with elements of one unit, of which at most one has expired.
-do
-  local call, format, key, now = redis.call, string.format, KEYS[1], ARGV[1]
-  if now == '' then
-    now = call('TIME')
-    now = now[1] * 1000000 + now[2]
-  else
-    now = now + 0
+-- section: plain check
+-- A charge of one unit to a log with elements of one unit, of which at most one has expired.
+local reply_N = try('ZRANGE', KEY, '-1', '-1', 'WITHSCORES')
+local sum_N, newest_N, used_N, oldest_N, expired_N = tonumber(reply_N[1]), tonumber(reply_N[2]), 1, now, false
+if sum_N then
+  -- Every 32 units, older charges may have to be bundled.
+  if newest_N >= now or sum_N % 1 ~= 0 or sum_N < 0 or sum_N > 9007199254740990 or sum_N % 32 == 31 then break end
+  reply_N = call('ZRANGE', KEY, '0', '1', 'WITHSCORES')
+  local first = tonumber(reply_N[1])
+  oldest_N, sum_N = tonumber(reply_N[2]), sum_N + 1
+  if first and oldest_N <= now - PER then
+    first, oldest_N, expired_N = tonumber(reply_N[3]), tonumber(reply_N[4]), true
   end
-  local per, reply = ARGV[4] + 0, redis.pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
-  local sum, newest, used, oldest, is_expired = tonumber(reply[1]), tonumber(reply[2]), 1, now, false
-  if sum then
-    -- Every 32 units, older charges may have to be bundled.
-    if newest < now and sum % 1 == 0 and sum >= 0 and sum < 9007199254740991 and sum % 32 ~= 31 then
-      reply = call('ZRANGE', key, '0', '1', 'WITHSCORES')
-      local first = tonumber(reply[1])
-      oldest, sum = reply[2] + 0, sum + 1
-      if first and oldest <= now - per then
-        first, oldest, is_expired = tonumber(reply[3]), tonumber(reply[4]), true
-      end
-      used = first and oldest and oldest > now - per and first % 1 == 0 and sum - first + 1
-    else
-      used = nil
-    end
-  elseif reply.err or reply[1] then
-    used = nil
-  else
-    sum = 1
-  end
-  if used and used > 0 and used <= ARGV[3] + 0 then
-    call('ZADD', key, format('%d', now), format('%d', sum))
-    if is_expired then call('ZREMRANGEBYRANK', key, '0', '0') end
-    call('PEXPIREAT', key, format('%d', math.ceil((now + per) / 1000)))
-    return format('%d 0 %d %d', now, ARGV[3] - used, oldest + per)
-  end
+  if not first or first % 1 ~= 0 or oldest_N <= now - PER then break end
+  used_N = sum_N - first + 1
+elseif reply_N.err or reply_N[1] then
+  break
+else
+  sum_N = 1
 end
-local ARGV = { ARGV[1], 'l 0 ' .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' 0' }
+if used_N < 1 or used_N > CAPACITY + 0 then break end
+-- end section
+
+-- section: plain charge
+call('ZADD', KEY, format('%d', now), format('%d', sum_N))
+if expired_N then call('ZREMRANGEBYRANK', KEY, '0', '0') end
+call('PEXPIREAT', KEY, format('%d', math.ceil((now + PER) / 1000)))
+local remaining_N, growth_N = CAPACITY - used_N, oldest_N + PER
 -- end section
 
 local LOG_WRAP = 9007199254740992

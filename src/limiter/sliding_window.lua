@@ -6,46 +6,38 @@
 -- newest one belongs to a lease: by so many sub-windows it is ahead of the newest sub-window that
 -- is proven to have begun. Until it has begun, charges are recorded in it.
 
--- section: plain
--- Charges the present sub-window, if no lease is ahead of it.
-do
-  local call, format, key, now = redis.call, string.format, KEYS[1], ARGV[1]
-  if now == '' then
-    now = call('TIME')
-    now = now[1] * 1000000 + now[2]
-  else
-    now = now + 0
-  end
-  local value, per, width = redis.pcall('GET', key), ARGV[4] + 0, ARGV[5] + 0
-  local present, first, list = math.floor(now / width), nil, ''
-  if not value then
-    first = present
-  elseif type(value) == 'string' then
-    first, list = string.match(value, '^(%d+):([%d,]+)$')
-  end
-  if first then
-    local used, kept, count, oldest, next_n = 0, {}, 0, present, first + 0
-    for units in string.gmatch(list, '%d+') do
-      if count > 0 or (next_n + 1) * width - 1 + per > now then
-        count = count + 1
-        kept[count] = units
-        used = used + units
-        if oldest == present and units ~= '0' then oldest = next_n end
-      end
-      next_n = next_n + 1
-    end
-    if next_n <= present + 1 and used <= ARGV[3] - ARGV[2] then
-      first = count > 0 and next_n - count or present
-      for n = count + 1, present - first do kept[n] = '0' end
-      count = present - first + 1
-      kept[count] = kept[count] and format('%d', kept[count] + ARGV[2]) or ARGV[2]
-      local ends_at = (present + 1) * width - 1 + per
-      call('SET', key, format('%d:', first) .. table.concat(kept, ','), 'PXAT', format('%d', math.ceil(ends_at / 1000)))
-      return format('%d 0 %d %d', now, ARGV[3] - used - ARGV[2], (oldest + 1) * width - 1 + per)
-    end
-  end
+-- section: plain check
+-- A charge to the present sub-window, unless a lease is ahead of it.
+local value_N, per_N, width_N = try('GET', KEY), PER + 0, PARAMETER + 0
+local present_N, next_N, list_N = math.floor(now / width_N), nil, ''
+if not value_N then
+  next_N = present_N
+elseif type(value_N) == 'string' then
+  next_N, list_N = string.match(value_N, '^(%d+):([%d,]+)$')
 end
-local ARGV = { ARGV[1], 's 0 ' .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' ' .. ARGV[5] }
+if not next_N then break end
+local used_N, kept_N, count_N, oldest_N = 0, {}, 0, present_N
+next_N = next_N + 0
+for units in string.gmatch(list_N, '%d+') do
+  if count_N > 0 or (next_N + 1) * width_N - 1 + per_N > now then
+    count_N = count_N + 1
+    kept_N[count_N] = units
+    used_N = used_N + units
+    if oldest_N == present_N and units ~= '0' then oldest_N = next_N end
+  end
+  next_N = next_N + 1
+end
+if next_N > present_N + 1 or used_N > CAPACITY - COST then break end
+-- end section
+
+-- section: plain charge
+local first_N = count_N > 0 and next_N - count_N or present_N
+for n = count_N + 1, present_N - first_N do kept_N[n] = '0' end
+count_N = present_N - first_N + 1
+kept_N[count_N] = kept_N[count_N] and format('%d', kept_N[count_N] + COST) or COST
+call('SET', KEY, format('%d:', first_N) .. table.concat(kept_N, ','), 'PXAT',
+  format('%d', math.ceil(((present_N + 1) * width_N - 1 + per_N) / 1000)))
+local remaining_N, growth_N = CAPACITY - COST - used_N, (oldest_N + 1) * width_N - 1 + per_N
 -- end section
 
 -- Returns the state of a key at `time`, or at the start of its newest sub-window if that is later.

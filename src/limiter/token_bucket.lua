@@ -10,50 +10,40 @@
 -- Products and quotients are exact: no number that counts exceeds 2^53, and fmod does not round,
 -- unlike the operator % of Lua.
 
--- section: plain
--- Charges a bucket without a warm-up, leases and a history; of a leaky bucket, with the slack of its
--- queue. Its capacity is below 2^52 in units of 1 / per.
-do
-  local call, format, key, now = redis.call, string.format, KEYS[1], ARGV[1]
-  if now == '' then
-    now = call('TIME')
-    now = now[1] * 1000000 + now[2]
-  else
-    now = now + 0
-  end
-  local value, charged_at, debt, pay_rate = redis.pcall('GET', key), 0, 0, 0
-  if value then
-    charged_at, debt, pay_rate = nil, nil, nil
-    if type(value) == 'string' then charged_at, debt, pay_rate = string.match(value, '^(%d+):(%d+):(%d+)$') end
-    if charged_at then charged_at, debt, pay_rate = charged_at + 0, debt + 0, pay_rate + 0 end
-  end
-  if charged_at and charged_at <= now and debt <= 9007199254740992 and pay_rate <= 9007199254740992 then
-    local capacity, per, rate, slack, delay = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6], 0
-    if rate > pay_rate then pay_rate = rate end
-    debt = debt - (now - charged_at) * pay_rate
-    if debt < 0 then debt = 0 end
-    debt = debt + ARGV[2] * per
-    local owed = debt
-    if slack then
-      owed = debt - slack
-      if owed < 0 then owed = 0 end
-      if debt > per then delay = (debt - per + (per - debt) % rate) / rate end
-    end
-    if owed <= capacity * per then
-      local used, growth = (owed + -owed % per) / per, 0
-      if used > 0 then
-        growth = owed - (used - 1) * per
-        growth = now + (growth + -growth % rate) / rate
-      end
-      call('SET', key, format('%d:%d:%d', now, debt, rate), 'PXAT',
-        format('%d', math.ceil((now + (debt + -debt % rate) / rate) / 1000)))
-      if delay > 0 then return format('%d 0 %d %d %d', now, capacity - used, growth, delay) end
-      return format('%d 0 %d %d', now, capacity - used, growth)
-    end
-  end
+-- section: plain check
+-- A charge to a bucket without a warm-up, leases and a history; of a queue, with its slack.
+local value_N, charged_at_N, debt_N, rate_N = try('GET', KEY), 0, 0, 0
+if value_N then
+  if type(value_N) ~= 'string' then break end
+  charged_at_N, debt_N, rate_N = string.match(value_N, '^(%d+):(%d+):(%d+)$')
+  if not charged_at_N then break end
+  charged_at_N, debt_N, rate_N = charged_at_N + 0, debt_N + 0, rate_N + 0
+  if charged_at_N > now or debt_N > 9007199254740992 or rate_N > 9007199254740992 then break end
 end
-local ARGV = { ARGV[1], (ARGV[6] and 'd 0 ' or 't 0 ') .. ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4] .. ' '
-  .. ARGV[5] .. (ARGV[6] and '+' .. ARGV[6] or '') }
+local per_N, paid_rate_N = PER + 0, rate_N
+rate_N = PARAMETER + 0
+if paid_rate_N < rate_N then paid_rate_N = rate_N end
+debt_N = debt_N - (now - charged_at_N) * paid_rate_N
+if debt_N < 0 then debt_N = 0 end
+debt_N = debt_N + COST * per_N
+local owed_N = debt_N
+if SLACK then
+  owed_N = debt_N - SLACK
+  if owed_N < 0 then owed_N = 0 end
+end
+if owed_N > CAPACITY * per_N then break end
+-- end section
+
+-- section: plain charge
+call('SET', KEY, format('%d:%d:%d', now, debt_N, rate_N), 'PXAT',
+  format('%d', math.ceil((now + (debt_N + -debt_N % rate_N) / rate_N) / 1000)))
+local used_N, growth_N = (owed_N + -owed_N % per_N) / per_N, 0
+local remaining_N = CAPACITY - used_N
+if used_N > 0 then
+  growth_N = owed_N - (used_N - 1) * per_N
+  growth_N = now + (growth_N + -growth_N % rate_N) / rate_N
+end
+if SLACK and debt_N > per_N then delay = math.max(delay, (debt_N - per_N + (per_N - debt_N) % rate_N) / rate_N) end
 -- end section
 
 local BUCKET_MAX = 9007199254740992

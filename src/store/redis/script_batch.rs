@@ -6,7 +6,7 @@
 //! between them.
 
 use super::error::RedisErrorKind;
-use super::scripts::{self, CallerPosition, ScriptLibrary, number_charges};
+use super::scripts::{self, CallerPosition, PlainRule, PlainRules, ScriptLibrary, number_charges};
 use crate::limiter::{Algorithm, Charge, Decision, Limit, PolicyCharges};
 use redis::{Cmd, RedisWrite, Value};
 use smallvec::SmallVec;
@@ -35,8 +35,8 @@ struct EncodedCharge {
     key_range: Range<usize>,
     argument_range: Range<usize>,
     is_dynamic: bool,
-    /// Flags of the program for the charge alone, if the plain section can decide it.
-    plain_flags: Option<usize>,
+    /// The rule of an ordinary charge.
+    plain_rule: Option<PlainRule>,
 }
 
 #[derive(Debug)]
@@ -127,7 +127,7 @@ impl DecisionBatch {
                 key_range: start..key_end,
                 argument_range: key_end..self.encoded_text.len(),
                 is_dynamic: charge.name.is_some(),
-                plain_flags: scripts::plain_program_flags(&charge),
+                plain_rule: PlainRule::from_charge(&charge),
             });
         }
         self.requests.push(BatchedRequest {
@@ -145,6 +145,18 @@ impl DecisionBatch {
             .find(|(_, request)| request.charges.iter().any(|own| own.key_id == key_id))?;
         let is_same = last_request.mergeable_charge == Some((*charge.limit, charge.cost));
         is_same.then_some(request_index)
+    }
+
+    /// The only request of a call and its rules, if its charges are ordinary.
+    fn plain_request(&self, repeat_counts: &[u32]) -> Option<(&BatchedRequest, PlainRules)> {
+        let requests = self.requests.iter().zip(repeat_counts);
+        let mut repeated = requests.filter(|(_, repeat_count)| **repeat_count > 0);
+        let (request, 1) = repeated.next()? else {
+            return None;
+        };
+        let rules = request.charges.iter().map(|charge| charge.plain_rule);
+        let rules = PlainRule::of_request(rules)?;
+        repeated.next().is_none().then_some((request, rules))
     }
 
     /// Builds the command. Each request is decided as often as `repeat_counts` says; a request with
@@ -168,17 +180,24 @@ impl DecisionBatch {
                 .unwrap_or_default()
                 .as_bytes()
         };
-        let charge_count = repeated_charges().count();
-        let plain_flags = repeated_charges()
-            .next()
-            .filter(|(_, repeat_count)| charge_count == 1 && *repeat_count == 1)
-            .and_then(|(charge, _)| charge.plain_flags);
-        let flags = plain_flags.unwrap_or(self.script_flags);
-        let mut command = script.start_evalsha_command(flags, charge_count);
+        if let Some((request, rules)) = self.plain_request(repeat_counts) {
+            let mut command = script.start_plain_command(&rules);
+            for charge in &request.charges {
+                command.write_arg(text(&charge.key_range));
+            }
+            scripts::push_time_argument(&mut command, time_us);
+            for (charge, rule) in request.charges.iter().zip(&rules) {
+                let arguments = rule.arguments(text(&charge.argument_range), rules.len() == 1);
+                arguments.for_each(|argument| command.write_arg(argument));
+            }
+            return command;
+        }
+        let mut command =
+            script.start_evalsha_command(self.script_flags, repeated_charges().count());
         for (charge, _) in repeated_charges() {
             command.write_arg(text(&charge.key_range));
         }
-        if flags & scripts::OVERRIDE_FLAG != 0 {
+        if self.script_flags & scripts::OVERRIDE_FLAG != 0 {
             let mut override_key = String::with_capacity(96);
             for (charge, _) in repeated_charges() {
                 if charge.is_dynamic {
@@ -193,13 +212,7 @@ impl DecisionBatch {
         scripts::push_time_argument(&mut command, time_us);
         for (charge, repeat_count) in repeated_charges() {
             let argument = text(&charge.argument_range);
-            if plain_flags.is_some() {
-                // Without the letter of the algorithm, the policy's number and options, and a last
-                // 0, which an absent argument means.
-                let argument = argument.strip_suffix(b" 0").unwrap_or(argument);
-                let numbers = argument.split(|byte| b" +".contains(byte)).skip(2);
-                numbers.for_each(|number| command.write_arg(number));
-            } else if repeat_count > 1 {
+            if repeat_count > 1 {
                 let mut count = itoa::Buffer::new();
                 command
                     .write_arg(&[argument, b" ", count.format(repeat_count).as_bytes()].concat());

@@ -1,15 +1,18 @@
 //! The Lua programs: their texts, the commands that run them, and the parsers of their replies.
 
 mod counter_key;
+mod plain_program;
 mod reply;
 
 use crate::clock::Clock;
 use crate::limiter::{Algorithm, Amendment, Charge, Limit, PolicyCharges, each_charge};
 use crate::store::Settlement;
+use plain_program::PLAIN_PROGRAM_COUNT;
 use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use counter_key::push_hex_id;
+pub(super) use plain_program::{PlainRule, PlainRules};
 pub(super) use reply::{CallerPosition, ServerClock, parse_now_us};
 
 /// A script and its SHA-1 digest for EVALSHA.
@@ -32,8 +35,7 @@ const ALGORITHM_SOURCES: [&str; 7] = [
 
 /// Flags for the purposes of a program, above the bits of its algorithms: `SETTLE_FLAG` settles
 /// charges, `COUNT_REJECTED_FLAG` counts rejected requests, `LEASE_FLAG` grants leases,
-/// `OVERRIDE_FLAG` applies overrides of keys, `CALENDAR_FLAG` counts in periods of calendars,
-/// `PLAIN_FLAG` admits an ordinary charge in straight code.
+/// `OVERRIDE_FLAG` applies overrides of keys, `CALENDAR_FLAG` counts in periods of calendars.
 const SETTLE_FLAG: usize = 1 << ALGORITHM_SOURCES.len();
 
 const COUNT_REJECTED_FLAG: usize = SETTLE_FLAG << 1;
@@ -44,14 +46,7 @@ pub(super) const OVERRIDE_FLAG: usize = LEASE_FLAG << 1;
 
 const CALENDAR_FLAG: usize = OVERRIDE_FLAG << 1;
 
-/// The program begins with the plain section of its algorithm.
-pub(super) const PLAIN_FLAG: usize = CALENDAR_FLAG << 1;
-
-const PROGRAM_COUNT: usize = PLAIN_FLAG << 1;
-
-/// Debts of the plain section of buckets, and the times at which they are paid, are exact in a
-/// double.
-const MAX_PLAIN_DEBT: u64 = 1 << 52;
+const PROGRAM_COUNT: usize = CALENDAR_FLAG << 1;
 
 /// Maximum arguments per charge (see `decide.lua` and `settle.lua`).
 const MAX_ARGS_PER_CHARGE: usize = 6;
@@ -64,6 +59,8 @@ const MAX_ARGS_PER_CHARGE: usize = 6;
 #[derive(Debug)]
 pub struct ScriptLibrary {
     programs: [OnceLock<Box<LuaProgram>>; PROGRAM_COUNT],
+    /// By the rules of a request.
+    plain_programs: [OnceLock<Box<LuaProgram>>; PLAIN_PROGRAM_COUNT],
     /// The start of all keys, up to and including the brace that opens the hash tag.
     counter_key_prefix: String,
     /// Selects the periods of calendars that a call may need.
@@ -80,6 +77,7 @@ impl ScriptLibrary {
         let prefix = key_prefix.replace('{', "%7B").replace('}', "%7D");
         Self {
             programs: [const { OnceLock::new() }; PROGRAM_COUNT],
+            plain_programs: [const { OnceLock::new() }; PLAIN_PROGRAM_COUNT],
             counter_key_prefix: format!("{prefix}:v1:{{"),
             clock,
         }
@@ -99,7 +97,7 @@ impl ScriptLibrary {
     /// Builds the commands that load all programs used since the start.
     pub fn load_commands_for_used_programs(&self) -> redis::Pipeline {
         let mut pipeline = redis::pipe();
-        for program in self.programs.iter().filter_map(OnceLock::get) {
+        for program in self.used_programs() {
             pipeline.cmd("SCRIPT").arg("LOAD").arg(&program.text);
         }
         pipeline
@@ -116,7 +114,7 @@ impl ScriptLibrary {
             .next()
             .filter(|name| *name == b"EVALSHA")
             .and(args.next())?;
-        let mut programs = self.programs.iter().filter_map(OnceLock::get);
+        let mut programs = self.used_programs();
         let program = programs.find(|program| program.sha.as_bytes() == digest)?;
         let mut text_command = redis::cmd("EVAL");
         text_command.arg(&program.text);
@@ -165,6 +163,19 @@ impl ScriptLibrary {
         command
     }
 
+    fn used_programs(&self) -> impl Iterator<Item = &LuaProgram> {
+        let programs = self.programs.iter().chain(&self.plain_programs);
+        programs.filter_map(|program| program.get().map(|program| &**program))
+    }
+
+    /// Starts the command that decides a request with these rules.
+    pub(super) fn start_plain_command(&self, rules: &[PlainRule]) -> Cmd {
+        let programs = self.plain_programs.get(plain_program::program_index(rules));
+        let program =
+            programs.map(|program| &**program.get_or_init(|| Box::new(LuaProgram::plain(rules))));
+        start_command(program, rules.len(), rules.len())
+    }
+
     fn program_for_flags(&self, flags: usize) -> Option<&LuaProgram> {
         self.programs
             .get(flags)
@@ -172,18 +183,21 @@ impl ScriptLibrary {
     }
 
     pub(super) fn start_evalsha_command(&self, flags: usize, count: usize) -> Cmd {
-        let mut command =
-            Cmd::with_capacity(4 + count * (1 + MAX_ARGS_PER_CHARGE), 64 + count * 224);
         // A program with overrides has two keys per charge.
         let key_count = match flags & OVERRIDE_FLAG {
             0 => count,
             _ => 2 * count,
         };
-        let program = self.program_for_flags(flags);
-        let sha = program.map_or("", |program| &program.sha);
-        command.arg("EVALSHA").arg(sha).arg(key_count);
-        command
+        start_command(self.program_for_flags(flags), count, key_count)
     }
+}
+
+/// Starts an EVALSHA command for `count` charges.
+fn start_command(program: Option<&LuaProgram>, count: usize, key_count: usize) -> Cmd {
+    let mut command = Cmd::with_capacity(4 + count * (1 + MAX_ARGS_PER_CHARGE), 64 + count * 224);
+    let sha = program.map_or("", |program| &program.sha);
+    command.arg("EVALSHA").arg(sha).arg(key_count);
+    command
 }
 
 /// The charges of a request, each with the number of its policy within the call.
@@ -208,12 +222,8 @@ impl LuaProgram {
         };
         let files = [include_str!("prelude.lua")]
             .into_iter()
-            .chain(algorithms.clone())
+            .chain(algorithms)
             .chain([last]);
-        let plain = algorithms
-            .clone()
-            .filter(|_| flags & PLAIN_FLAG != 0)
-            .map(|source| strip_source(source, |section| section == Some("plain")));
         let sections = |section: Option<&str>| match section {
             Some("settlements") => flags & SETTLE_FLAG != 0,
             Some("rejected charges") => flags & COUNT_REJECTED_FLAG != 0,
@@ -223,7 +233,10 @@ impl LuaProgram {
             section => section.is_none(),
         };
         let files = files.map(|source| strip_source(source, sections));
-        let text = plain.chain(files).collect::<String>();
+        Self::from_text(files.collect())
+    }
+
+    fn from_text(text: String) -> Self {
         let sha = redis::Script::new(&text).get_hash().to_owned();
         Self { text, sha }
     }
@@ -288,33 +301,6 @@ pub(super) fn has_options(charge: &Charge<'_, '_>) -> bool {
         || charge.is_estimate
         || charge.is_read
         || policy.requested_lease().is_some()
-}
-
-/// The flags of the program with the plain section, if that can admit a charge that is alone in a
-/// call.
-pub(super) fn plain_program_flags(charge: &Charge<'_, '_>) -> Option<usize> {
-    let limit = charge.limit;
-    let capacity = limit.capacity();
-    let is_paid_exactly =
-        limit.requests > 0 && capacity.saturating_mul(limit.per_us) < MAX_PLAIN_DEBT;
-    let is_possible = match limit.algorithm {
-        Algorithm::SlidingLog => charge.cost == 1,
-        Algorithm::SlidingWindow { .. } => true,
-        // In whole milliseconds, a key can expire exactly with its window.
-        Algorithm::FixedWindow { offset_us } => {
-            limit.per_us % 1000 == 0 && offset_us % 1000 == 0 && capacity < limit.per_us / 2
-        }
-        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us == 0 && is_paid_exactly,
-        Algorithm::LeakyBucket { .. } => is_paid_exactly,
-        Algorithm::CalendarWindow { .. } | Algorithm::Concurrency { .. } | Algorithm::Block => {
-            false
-        }
-    };
-    let is_plain = is_possible
-        && !has_options(charge)
-        && charge.name.is_none()
-        && (1..=capacity).contains(&charge.cost);
-    is_plain.then(|| program_flags_for_charge(charge) | PLAIN_FLAG)
 }
 
 pub(super) fn push_time_argument(command: &mut Cmd, time_us: Option<u64>) {
