@@ -25,20 +25,44 @@
 -- O(log n).
 
 -- section: plain check
--- A charge of one unit to a log with elements of one unit, of which at most one has expired.
+-- A charge of one unit to a log, of which at most one element has expired. Its elements are of one
+-- unit; the oldest may be a bundle.
 local reply_N = try('ZRANGE', KEY, '-1', '-1', 'WITHSCORES')
 local sum_N, newest_N, used_N, oldest_N, expired_N = tonumber(reply_N[1]), tonumber(reply_N[2]), 1, now, false
 if sum_N then
   -- Every 32 units, older charges may have to be bundled.
   if newest_N >= now or sum_N % 1 ~= 0 or sum_N < 0 or sum_N > 9007199254740990 or sum_N % 32 == 31 then break end
   reply_N = call('ZRANGE', KEY, '0', '1', 'WITHSCORES')
-  local first = tonumber(reply_N[1])
+  local first, window_start = tonumber(reply_N[1]), now - PER
   oldest_N, sum_N = tonumber(reply_N[2]), sum_N + 1
-  if first and oldest_N <= now - PER then
+  if first and oldest_N <= window_start then
     first, oldest_N, expired_N = tonumber(reply_N[3]), tonumber(reply_N[4]), true
   end
-  if not first or first % 1 ~= 0 or oldest_N <= now - PER then break end
-  used_N = sum_N - first + 1
+  if first then
+    if first % 1 ~= 0 or oldest_N <= window_start then break end
+    used_N = sum_N - first + 1
+  elseif expired_N or oldest_N <= window_start then
+    break
+  else
+    local member, last = reply_N[1], oldest_N
+    local kind, _, ages, _, totals = string.byte(member, 1, 5)
+    if kind ~= 62 or #member < 20 or ages < 49 or ages > 56 or totals < 49 or totals > 56 then break end
+    local width, before = ages + totals - 96, 0
+    local low, high, layout = 1, (#member - 19) / width, string.sub(member, 1, 5)
+    if high % 1 ~= 0 then break end
+    -- The first charge that is later than the start of the window.
+    while low < high do
+      local middle = math.floor((low + high) / 2)
+      local age, total = struct.unpack(layout, member, 20 + (middle - 1) * width)
+      if last - age > window_start and total > 0 then
+        high, oldest_N = middle, last - age
+      else
+        low, before = middle + 1, total
+      end
+    end
+    local bundle_sum, units = struct.unpack('>I7I7', member, 6)
+    used_N = sum_N - bundle_sum + units - before
+  end
 elseif reply_N.err or reply_N[1] then
   break
 else

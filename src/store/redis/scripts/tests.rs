@@ -1,3 +1,4 @@
+use super::plain_program::program_index;
 use super::*;
 use crate::limiter::{Calendar, CalendarUnit, CounterRef, Key, KeyBuilder, LimitStatus};
 use redis::Value;
@@ -156,6 +157,101 @@ fn the_decide_command_has_the_arguments_that_decide_lua_reads() {
     let head = ["EVALSHA", sha, "2", &name, &name, ""];
     let rest = ["l 0 1 5 1000000 0", "l 41 2 5 1000000 0"];
     assert_eq!(args, [head.as_slice(), &rest].concat());
+}
+
+/// The words of a command after EVALSHA and the digest.
+fn command_words(command: &Cmd) -> Vec<String> {
+    let words = command.args_iter().skip(2).map(|arg| match arg {
+        redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+        other => panic!("{other:?}"),
+    });
+    words.collect()
+}
+
+#[test]
+fn only_ordinary_requests_have_plain_arguments() {
+    let (script, key, other) = (ScriptLibrary::new("t"), key("a", "x"), key("b", "x"));
+    let window = Limit {
+        algorithm: Algorithm::FixedWindow { offset_us: 0 },
+        ..LOG_LIMIT
+    };
+    let queue = Limit {
+        algorithm: Algorithm::LeakyBucket {
+            max_delay_us: 400_001,
+        },
+        ..LOG_LIMIT
+    };
+    let words = |request: &[PolicyCharges<'_>]| {
+        let words = command_words(&script.decide_command(request, None));
+        let keys: usize = words[0].parse().unwrap();
+        words[keys + 2..].join(" ")
+    };
+    let charge = |limit, key| one_unit_charge(limit, key);
+    assert_eq!(words(&[charge(&window, &key)]), "1 5 1000000");
+    assert_eq!(
+        words(&[
+            charge(&window, &key).with_cost(3),
+            charge(&LOG_LIMIT, &other)
+        ]),
+        "3 5 1000000 0 1 5 1000000"
+    );
+    assert_eq!(words(&[charge(&queue, &key)]), "1 3 1000000 5 5");
+    let shadow = PolicyCharges {
+        shadow: true,
+        ..charge(&LOG_LIMIT, &other)
+    };
+    assert_eq!(
+        words(&[charge(&LOG_LIMIT, &key), shadow]),
+        "l 0 1 5 1000000 0 l 41 1 5 1000000 0"
+    );
+    for general in [
+        charge(&LOG_LIMIT, &key).with_cost(2),
+        charge(&window, &key).with_cost(6),
+        charge(&window, &key).with_cost(0),
+        charge(&window, &key).with_estimate(),
+    ] {
+        let words = words(std::slice::from_ref(&general));
+        assert!(words.starts_with(['l', 'w']), "{words}");
+    }
+    let five: Vec<_> = (0..5).map(|_| charge(&window, &key)).collect();
+    assert!(words(&five).starts_with("w 0 1 5"));
+}
+
+#[test]
+fn plain_programs_are_complete() {
+    let rules = [
+        PlainRule::Log,
+        PlainRule::SubWindows,
+        PlainRule::Window,
+        PlainRule::Bucket,
+        PlainRule::Queue,
+    ];
+    for first in rules {
+        for second in rules {
+            let text = LuaProgram::plain(&[first, second]).text;
+            let plain = text.split_once("until true").unwrap().0;
+            for placeholder in [
+                "_N",
+                "KEY,",
+                "COST",
+                "CAPACITY",
+                "PER,",
+                "PARAMETER",
+                "SLACK",
+            ] {
+                assert!(!plain.contains(placeholder), "{placeholder}: {plain}");
+            }
+            assert!(plain.contains("growth_2") && !text.contains("--"));
+        }
+    }
+    let indexes = rules
+        .iter()
+        .flat_map(|first| rules.map(|second| [*first, second]));
+    let mut indexes: Vec<_> = indexes.map(|rules| program_index(&rules)).collect();
+    indexes.sort_unstable();
+    indexes.dedup();
+    assert_eq!(indexes.len(), 25);
+    assert!(program_index(&[PlainRule::Queue; 4]) < PLAIN_PROGRAM_COUNT);
 }
 
 #[test]
