@@ -313,6 +313,28 @@ async fn long_logs_are_trimmed_in_portions_and_stay_exact() {
     }
 }
 
+/// The oldest charges that count are in the middle of a bundle most of the time.
+#[tokio::test]
+async fn a_log_of_bundles_is_exact_while_it_slides() {
+    let server = RedisServer::start();
+    let mut connection = server.connection().await;
+    let (key, mut model, mut time_us) = (make_key("slides"), StateModel::default(), START_US);
+    let limit = sliding_log(400, 1_000_000);
+    let (seed, mut refused) = (test_seed(), 0);
+    println!("TIDEGATE_TEST_SEED={seed}");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    for n in 0..2_500 {
+        time_us += rng.u64(1..4_800);
+        // A single unit has a plain program.
+        let cost = if rng.u8(..8) == 0 { 2 } else { 1 };
+        let charges = [make_charge(&limit, &key, cost)];
+        let answer = decide_in_redis(&mut connection, &charges, time_us).await;
+        assert_eq!(answer, model.decide(&charges, time_us), "{n}");
+        refused += u32::from(!answer.admitted);
+    }
+    assert!((100..1_500).contains(&refused), "{refused}");
+}
+
 /// Applies `count_rejected` decisions, settlements and leases to one counter in both
 /// implementations.
 async fn compare_amended_decisions(
@@ -492,16 +514,28 @@ async fn windows_end_with_their_keys_as_the_rule_says() {
     let server = RedisServer::start();
     let (_shared, redis) = server.connect().await;
     let (owner, mut model) = (make_key("window"), StateModel::default());
-    let limit = fixed_window(40, 20_000, 7_000);
+    // The second one is never full.
+    let limits = [40, 8_000].map(|requests| fixed_window(requests, 20_000, 7_000));
+    let owners = [owner, make_key("not full")];
     let (end, mut windows) = (Instant::now() + Duration::from_secs(1), BTreeSet::new());
-    let (mut admitted, mut refused) = (0, 0);
+    let (mut admitted, mut refused, mut rng) = (0, 0, fastrand::Rng::new());
     while Instant::now() < end {
-        let charges = [make_charge(&limit, &owner, 1 + admitted % 2)];
+        let nth = usize::from(rng.bool());
+        let (limit, owner) = (limits[nth], &owners[nth]);
+        let charges = [make_charge(&limit, owner, 1 + admitted % 2)];
         let at = tokio::time::Instant::now();
+        // Redis runs on this machine.
+        let window = |now_us: u64| now_us.saturating_sub(7_000) / limit.per_us;
+        let before = window(Clock::system().now_us());
         let decision = redis.decide(&charges, at).await.unwrap();
+        let possible = before..=window(Clock::system().now_us());
+        assert!(
+            possible.contains(&window(decision.now_us)),
+            "{possible:?}: {decision:?}"
+        );
         let expected = model.decide(&charges, decision.now_us);
         assert_eq!(decision, expected);
-        windows.insert(decision.now_us.saturating_sub(7_000) / limit.per_us);
+        windows.insert(window(decision.now_us));
         admitted += u64::from(decision.admitted);
         refused += u64::from(!decision.admitted);
     }
