@@ -120,14 +120,16 @@ impl Enforcer {
         // Slots are reserved before the store is asked: if the request is cancelled, the guard
         // releases slots that the store may have taken.
         let slot_guard = plan.reserve_slots(&self.slots);
-        let charges = plan.build_charges(1, slot_guard.as_ref().map_or(0, |guard| guard.slot_id));
-        let answer = self.store.decide_with_source(&charges, arrived).await;
+        let slot = slot_guard.as_ref().map_or(0, |guard| guard.slot_id);
         let StoreAnswer {
             mut decision,
             source,
             retry_after_us,
-        } = self.complete_answer(plan, &charges, answer);
-        drop(charges);
+        } = {
+            let charges = plan.build_charges(1, slot);
+            let answer = self.store.decide_with_source(&charges, arrived).await;
+            self.complete_answer(plan, &charges, answer)
+        };
         let is_degraded = source == DecisionSource::Degraded;
         if let Some(decision) = &mut decision {
             plan.report_amounts(decision);

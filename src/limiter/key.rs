@@ -121,7 +121,8 @@ impl KeyBuilder {
     fn push_encoded_value(&mut self, value: &[u8]) {
         match u8::try_from(value.len()) {
             Ok(len) if value.len() <= MAX_VERBATIM_BYTES => {
-                self.encoded_values.extend_from_slice(&[VERBATIM_TAG, len]);
+                self.encoded_values.push(VERBATIM_TAG);
+                self.encoded_values.push(len);
                 self.encoded_values.extend_from_slice(value);
             }
             _ => self.push_digest(&Sha256::digest(value).into()),
