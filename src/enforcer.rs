@@ -34,7 +34,6 @@ use crate::limiter::{Decision, Key, PolicyCharges};
 use crate::policy::Facts;
 use crate::store::{ConcurrencySlots, DecisionFailure, FLUSH_TIMEOUT, SettlementQueue, Store};
 use crate::telemetry::metrics::WorkerMetrics;
-use std::mem::take;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -107,8 +106,8 @@ impl Enforcer {
         self.decide_plan(&mut plan, record_decision, arrived).await
     }
 
-    /// Decides a plan and leaves it empty. Takes `&mut` so that the returned future stores the plan
-    /// only once.
+    /// Decides a plan and takes its unenforced rejections. Takes `&mut` so that the returned future
+    /// stores the plan only once.
     async fn decide_plan<'t>(
         &self,
         plan: &mut ChargePlan<'t>,
@@ -116,23 +115,21 @@ impl Enforcer {
         arrived: Instant,
     ) -> Verdict<'t> {
         if plan.planned_policies.is_empty() {
-            let unenforced_rejections = take(&mut plan.unenforced_rejections);
-            return Verdict {
-                unenforced_rejections,
-                ..Verdict::default()
-            };
+            return plan.build_undecided_verdict(0);
         }
         // Slots are reserved before the store is asked: if the request is cancelled, the guard
         // releases slots that the store may have taken.
         let slot_guard = plan.reserve_slots(&self.slots);
-        let charges = plan.build_charges(1, slot_guard.as_ref().map_or(0, |guard| guard.slot_id));
-        let answer = self.store.decide_with_source(&charges, arrived).await;
+        let slot = slot_guard.as_ref().map_or(0, |guard| guard.slot_id);
         let StoreAnswer {
             mut decision,
             source,
             retry_after_us,
-        } = self.complete_answer(plan, &charges, answer);
-        drop(charges);
+        } = {
+            let charges = plan.build_charges(1, slot);
+            let answer = self.store.decide_with_source(&charges, arrived).await;
+            self.complete_answer(plan, &charges, answer)
+        };
         let is_degraded = source == DecisionSource::Degraded;
         if let Some(decision) = &mut decision {
             plan.report_amounts(decision);
@@ -142,20 +139,18 @@ impl Enforcer {
             record_decision(own.policy_index, Some(&own.key), decided);
         });
         let is_degraded = is_degraded && plan.has_enforced_shared_policy();
-        let verdict = match &decision {
-            Some(decision) => Verdict {
-                slot_guard: slot_guard
-                    .and_then(|guard| plan.retain_taken_slots(guard, decision, source)),
-                estimated_charges: plan.estimated_charges(decision, &self.settlements),
-                is_degraded,
-                ..take(plan).into_verdict(decision)
-            },
-            None => Verdict {
-                is_degraded,
-                ..take(plan).into_undecided_verdict(retry_after_us)
-            },
+        let mut verdict = match &decision {
+            Some(decision) => plan.build_verdict(decision),
+            None => plan.build_undecided_verdict(retry_after_us),
         };
-        self.complete_verdict(verdict, source, arrived)
+        if let Some(decision) = &decision {
+            let retain = |guard| plan.retain_taken_slots(guard, decision, source);
+            verdict.slot_guard = slot_guard.and_then(retain);
+            verdict.estimated_charges = plan.estimated_charges(decision, &self.settlements);
+        }
+        verdict.is_degraded = is_degraded;
+        self.complete_verdict(&mut verdict, source, arrived);
+        verdict
     }
 
     /// Decides by the fallback if the store gave no answer. A closed policy rejects the request,
@@ -184,22 +179,19 @@ impl Enforcer {
     }
 
     /// Records the time of a decision made just now, and sets its time and source in the verdict.
-    fn complete_verdict<'t>(
+    fn complete_verdict(
         &self,
-        verdict: Verdict<'t>,
+        verdict: &mut Verdict<'_>,
         source: DecisionSource,
         arrived: Instant,
-    ) -> Verdict<'t> {
+    ) {
         let decided_at = Instant::now();
         self.metrics.record_decision_time(
             source as usize,
             decided_at.saturating_duration_since(arrived),
         );
-        Verdict {
-            decided_at: Some(decided_at),
-            source: Some(source),
-            ..verdict
-        }
+        verdict.decided_at = Some(decided_at);
+        verdict.source = Some(source);
     }
 
     /// Waits, for at most 100 ms, until the store has the units that a response returned: the next

@@ -22,7 +22,7 @@ use tokio::time::Instant;
 pub(super) struct ChargePlan<'t> {
     /// The inline capacity is small: the plan is moved with every request, and a planned policy is
     /// large.
-    pub planned_policies: SmallVec<[PlannedPolicy<'t>; 2]>,
+    pub planned_policies: SmallVec<[PlannedPolicy<'t>; 1]>,
     /// Policies that would have rejected the request before any charge.
     pub unenforced_rejections: UnenforcedRejections<'t>,
     /// The terms of all policies whose charges were merged, if any were. Boxed, because it is rare.
@@ -157,7 +157,7 @@ impl<'t> ChargePlan<'t> {
         &self,
         cost_of_blocks_and_slots: u64,
         slot: u128,
-    ) -> SmallVec<[PolicyCharges<'_>; 2]> {
+    ) -> SmallVec<[PolicyCharges<'_>; 1]> {
         let policies = self.planned_policies.iter();
         policies
             .map(|planned_policy| planned_policy.charges(cost_of_blocks_and_slots, slot))

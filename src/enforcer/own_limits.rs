@@ -60,8 +60,8 @@ impl Enforcer {
 }
 
 /// The limits of all policies. Of limits of one counter, which have one name, only the tightest.
-fn tightest_of_each_counter<'t>(policies: &[PolicyLimits<'t>]) -> SmallVec<[LimitReport<'t>; 2]> {
-    let mut tightest: SmallVec<[LimitReport<'t>; 2]> = SmallVec::new();
+fn tightest_of_each_counter<'t>(policies: &[PolicyLimits<'t>]) -> SmallVec<[LimitReport<'t>; 1]> {
+    let mut tightest: SmallVec<[LimitReport<'t>; 1]> = SmallVec::new();
     for report in policies.iter().flat_map(PolicyLimits::reports) {
         let is_same = |other: &&mut LimitReport<'t>| {
             (other.key_id, &other.limit.name) == (report.key_id, &report.limit.name)

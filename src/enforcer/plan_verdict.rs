@@ -11,9 +11,9 @@ use std::mem::take;
 use std::time::Duration;
 
 impl<'t> ChargePlan<'t> {
-    /// Builds the verdict from a decision with one status per charge. Of the limits that refuse,
+    /// Builds the verdict from a decision with one status per charge. Takes the unenforced rejections. Of the limits that refuse,
     /// the one with the longest refusal determines the retry time and the response.
-    pub(super) fn into_verdict(mut self, decision: &Decision) -> Verdict<'t> {
+    pub(super) fn build_verdict(&mut self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict {
             now_us: decision.now_us,
             delay: Duration::from_micros(decision.delay_us),
@@ -82,7 +82,7 @@ impl<'t> ChargePlan<'t> {
 
     /// Builds the verdict if the store is unavailable and nothing was decided without it: one
     /// `closed` policy rejects the request.
-    pub(super) fn into_undecided_verdict(self, retry_after_us: u64) -> Verdict<'t> {
+    pub(super) fn build_undecided_verdict(&mut self, retry_after_us: u64) -> Verdict<'t> {
         let closed = self.first_fail_closed_policy();
         Verdict {
             outcome: closed.map_or(RequestOutcome::Forward, |policy| {
@@ -92,7 +92,7 @@ impl<'t> ChargePlan<'t> {
                     retry_after_us,
                 }
             }),
-            unenforced_rejections: self.unenforced_rejections,
+            unenforced_rejections: take(&mut self.unenforced_rejections),
             ..Verdict::default()
         }
     }

@@ -8,7 +8,6 @@ use crate::limiter::{Decision, Key, Refusal};
 use crate::policy::{Descriptor, Facts};
 use crate::store::DecisionSource;
 use smallvec::SmallVec;
-use std::mem::take;
 use tokio::time::Instant;
 
 /// The decision about a call.
@@ -167,11 +166,10 @@ impl Enforcer {
             let own = &planned_policy.own;
             record_decision(own.policy_index, Some(&own.key), decided);
         });
-        let verdict = Verdict {
-            is_degraded,
-            ..take(plan).into_verdict(&decision)
-        };
-        self.complete_verdict(verdict, source, arrived)
+        let mut verdict = plan.build_verdict(&decision);
+        verdict.is_degraded = is_degraded;
+        self.complete_verdict(&mut verdict, source, arrived);
+        verdict
     }
 }
 

@@ -263,12 +263,12 @@ fn trap_20_a_store_failure_is_never_reported_as_over_limit() {
                 amounts: None,
             })
         });
-        let plan = ChargePlan {
+        let mut plan = ChargePlan {
             planned_policies: planned_policies.collect(),
             ..ChargePlan::default()
         };
         assert!(plan.has_enforced_shared_policy());
-        let verdict = plan.into_undecided_verdict(7);
+        let verdict = plan.build_undecided_verdict(7);
         assert!(verdict.limits.is_empty() && verdict.delay.is_zero());
         match verdict.outcome {
             RequestOutcome::Forward => None,

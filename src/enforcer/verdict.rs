@@ -16,7 +16,7 @@ pub struct Verdict<'t> {
     pub outcome: RequestOutcome<'t>,
     /// Every enforced limit that applied, in the order of the policies; empty if none was decided.
     /// The inline capacity is small: the verdict is moved with every request.
-    pub limits: SmallVec<[LimitReport<'t>; 2]>,
+    pub limits: SmallVec<[LimitReport<'t>; 1]>,
     /// The store's clock at the decision (µs since the epoch).
     pub now_us: u64,
     /// Time of the decision; `None` if the store was not asked.
@@ -105,7 +105,7 @@ pub struct LimitRejection<'t> {
     /// Whether the response may name the policy.
     pub is_reported: bool,
     /// The names of all reported limits that refused, as in the rate-limit headers.
-    pub violated_limits: SmallVec<[&'t str; 2]>,
+    pub violated_limits: SmallVec<[&'t str; 1]>,
     pub retry: RetryHint,
     /// Why the limit with the longest wait refuses.
     pub reason: RejectionReason,

@@ -35,7 +35,7 @@ pub struct PolicyCharges<'a> {
     /// Units to lease if the request is admitted; 0: none.
     pub requested_lease_units: u64,
     /// The block of the policy, its limits, and its response counters, in this order.
-    pub limits: SmallVec<[LimitCharge<'a>; 2]>,
+    pub limits: SmallVec<[LimitCharge<'a>; 1]>,
 }
 
 /// The cost of a request against one limit of a policy.
@@ -125,7 +125,7 @@ impl<'a> PolicyCharges<'a> {
     }
 
     /// The charges of an enforced policy.
-    pub fn with_limits(key: Cow<'a, Key>, limits: SmallVec<[LimitCharge<'a>; 2]>) -> Self {
+    pub fn with_limits(key: Cow<'a, Key>, limits: SmallVec<[LimitCharge<'a>; 1]>) -> Self {
         Self {
             key,
             response_key: None,

@@ -12,7 +12,7 @@ pub struct Decision {
     /// Whether all enforced charges were admitted, and so made.
     pub admitted: bool,
     /// One per policy of the request, in order.
-    pub policies: SmallVec<[PolicyOutcome; 2]>,
+    pub policies: SmallVec<[PolicyOutcome; 1]>,
     /// How long an admitted request must be delayed: the longest delay of its enforced limits,
     /// usually 0.
     pub delay_us: u64,
@@ -24,7 +24,7 @@ pub struct Decision {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyOutcome {
     /// One per charge, in order.
-    pub limits: SmallVec<[ChargeOutcome; 2]>,
+    pub limits: SmallVec<[ChargeOutcome; 1]>,
     /// Leased units granted with this decision.
     pub grant: Option<LeaseGrant>,
 }

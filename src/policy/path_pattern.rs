@@ -232,9 +232,9 @@ impl PathIndex {
     }
 
     fn collect_matches(&self, mut rest: PathSegments<'_>, found: &mut SmallVec<[u32; 16]>) {
-        found.extend_from_slice(&self.suffix_wildcard_ids);
+        found.extend(self.suffix_wildcard_ids.iter().copied());
         let Some(word) = rest.next() else {
-            found.extend_from_slice(&self.terminal_ids);
+            found.extend(self.terminal_ids.iter().copied());
             return;
         };
         if let Some(child) = self.literals.get(word) {

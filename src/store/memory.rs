@@ -127,7 +127,7 @@ impl MemoryStore {
         let mut effects = determine_effects(request, &refusals)
             .into_iter()
             .zip(refusals);
-        let mut policies: SmallVec<[PolicyOutcome; 2]> = request
+        let mut policies: SmallVec<[PolicyOutcome; 1]> = request
             .iter()
             .map(|policy| {
                 let decided = policy.charges().zip(effects.by_ref());

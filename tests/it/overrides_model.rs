@@ -149,7 +149,7 @@ fn charges_of(policies: &[DynamicPolicy], cost: u64) -> Vec<PolicyCharges<'_>> {
             name: policy.is_dynamic.then_some(Cow::Borrowed(name)),
             ..LimitCharge::new(limit, cost)
         });
-        let mut own: SmallVec<[LimitCharge<'_>; 2]> = own.collect();
+        let mut own: SmallVec<[LimitCharge<'_>; 1]> = own.collect();
         if policy.counts_responses {
             let limits = own.clone().into_iter().filter(|charge| !charge.is_block());
             own.extend(limits.map(|charge| LimitCharge {

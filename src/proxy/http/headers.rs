@@ -164,7 +164,7 @@ pub(crate) fn rewrite_response_head(
                 header_lines::headers_named_in_connection(value)
                     .filter(|name| !is_kept_if_named_in_connection(name)),
             ),
-            header::CONTENT_LENGTH => lengths += 1,
+            header::CONTENT_LENGTH => lengths += value.as_bytes().split(|b| *b == b',').count(),
             header::TRANSFER_ENCODING => {
                 codings += 1;
                 if codings > 1 || !value.as_bytes().eq_ignore_ascii_case(b"chunked") {
@@ -189,8 +189,8 @@ pub(crate) fn rewrite_response_head(
                 .expect("a part of a valid value is valid");
         }
     }
-    if lengths > 0 && codings == 0 {
-        collapse_content_length(headers, lengths)?;
+    if lengths > 1 && codings == 0 {
+        collapse_content_length(headers)?;
     }
     if matches!(
         parts.status,
@@ -399,14 +399,8 @@ fn is_kept_if_named_in_connection(name: &HeaderName) -> bool {
 ///
 /// # Errors
 /// Fails if the values differ: h2, unlike hyper, checks only the first.
-fn collapse_content_length(
-    headers: &mut HeaderMap,
-    lines: usize,
-) -> Result<(), ResponseValidationError> {
+fn collapse_content_length(headers: &mut HeaderMap) -> Result<(), ResponseValidationError> {
     let values = headers.get_all(header::CONTENT_LENGTH);
-    if lines == 1 && values.iter().all(|value| !value.as_bytes().contains(&b',')) {
-        return Ok(());
-    }
     let mut numbers = values.iter().flat_map(header_lines::list_elements);
     let first = numbers.next().unwrap_or_default();
     if numbers.any(|other| other != first) {

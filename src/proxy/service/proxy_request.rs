@@ -80,9 +80,10 @@ impl ProxyService {
         let ready_at = match turn.await {
             Ok(ready_at) => ready_at,
             Err(error) => {
-                let response =
+                let mut response =
                     self.respond_to_unsent_request(body, &error, estimates, context.style);
-                return self.complete_response(response, &mut summary, &verdict);
+                self.complete_response(&mut response, &mut summary, &verdict);
+                return response;
             }
         };
 
@@ -99,11 +100,11 @@ impl ProxyService {
 
         // 5. Finish.
         let sent = (body_handle, was_sent.get());
-        let response = self.respond_to_result(result, sent, estimates, &mut summary);
+        let mut response = self.respond_to_result(result, sent, estimates, &mut summary);
         if summary.awaits_returned_units {
             Box::pin(self.enforcer.wait_for_returned_units()).await;
         }
-        let mut response = self.complete_response(response, &mut summary, &verdict);
+        self.complete_response(&mut response, &mut summary, &verdict);
         let recording = summary.recording.take();
         response.body_mut().attach_guards(slot_guard, recording);
         response
@@ -327,10 +328,10 @@ impl ProxyService {
     /// Adds the rate-limit headers, and logs and counts an admitted request.
     fn complete_response(
         &self,
-        mut response: Response<ResponseBody>,
+        response: &mut Response<ResponseBody>,
         summary: &mut RequestSummary<'_>,
         verdict: &Verdict<'_>,
-    ) -> Response<ResponseBody> {
+    ) {
         let RequestContext {
             table,
             style,
@@ -348,7 +349,6 @@ impl ProxyService {
         let status = response.status().as_u16();
         self.metrics
             .record_response(status, responded_at - arrived_at);
-        response
     }
 
     /// Answers a client that asks for its limits. The caller boxes the future: every request's

@@ -98,7 +98,7 @@ fn build_charges<'c>(
                 ..LimitCharge::new(limit, if is_block || is_slot { 1 } else { *cost })
             }
         });
-        let mut limits: SmallVec<[LimitCharge<'_>; 2]> = limits.collect();
+        let mut limits: SmallVec<[LimitCharge<'_>; 1]> = limits.collect();
         if policy.counts_responses && policy.block.is_some() {
             limits.extend(policy.limits.iter().map(|limit| LimitCharge {
                 is_read: true,

@@ -113,7 +113,7 @@ impl ScriptLibrary {
         let mut numbers = parse_numbers(text);
         let mut next_number = || numbers.next().flatten();
         let (mut admitted, mut max_allowed_delay_us) = (true, 0);
-        let mut policies: SmallVec<[PolicyOutcome; 2]> = SmallVec::new();
+        let mut policies: SmallVec<[PolicyOutcome; 1]> = SmallVec::new();
         for policy in request {
             let mut limits = SmallVec::new();
             for charge in policy.charges() {
