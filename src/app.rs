@@ -38,18 +38,15 @@ use futures_util::future::OptionFuture;
 use listener_set::ListenerSet;
 use shutdown::install_signal_handlers;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use strum::VariantNames;
 use tokio::runtime::{Builder, LocalOptions};
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval};
-
-/// Interval between samples of the traffic history.
-const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Why the proxy could not start, or stopped with an error.
 #[derive(Debug, thiserror::Error)]
@@ -151,7 +148,8 @@ async fn run_proxy(
         started_at,
         lookups: StoreLookups::default(),
     };
-    let history = start_history(&shared);
+    let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
+    let sample_history = new_history_sampler(Arc::clone(&history), Arc::clone(&shared));
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
     let view = view_state.into_backend(history);
     let metric_exporter = start_metric_exporter(&config, &view);
@@ -159,7 +157,7 @@ async fn run_proxy(
     if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(admin_view::describe_member(&config.admin, &admin));
     }
-    let reloader = tokio::task::spawn_local(reloader.run());
+    let reloader = reloader.start(sample_history)?;
     shared.key_fetcher.wait_for_first_keys().await;
 
     let (worker_config, worker_state) = (Arc::clone(&config), Arc::clone(&shared));
@@ -319,33 +317,27 @@ fn log_start(config: &Config, listeners: &ListenerSet, address: &ListenAddress) 
     tracing::info!(%address, tls, upstream, store, policies, workers, version = env!("CARGO_PKG_VERSION"), "listening");
 }
 
-fn start_history(shared: &Arc<SharedState>) -> Arc<TrafficHistory> {
-    let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
-    tokio::task::spawn_local(sample_history(Arc::clone(&history), Arc::clone(shared)));
-    history
-}
-
-/// Samples the traffic history and rotates the rejection counters until the runtime ends.
-async fn sample_history(history: Arc<TrafficHistory>, shared: Arc<SharedState>) {
+/// Returns a function that samples the traffic history and rotates the rejection counters, once in
+/// each second. With ten thousand policies it takes milliseconds.
+fn new_history_sampler(
+    history: Arc<TrafficHistory>,
+    shared: Arc<SharedState>,
+) -> impl FnMut() + Send + 'static {
     let clock = Clock::system();
-    let mut ticks = interval(SAMPLE_INTERVAL);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        ticks.tick().await;
+    let mut sampled_at_s = 0;
+    move || {
         let now_s = clock.now_us() / 1_000_000;
-        let (history, shared) = (Arc::clone(&history), Arc::clone(&shared));
-        // Sampling runs on another thread: ten thousand policies take milliseconds, and this thread
-        // accepts connections.
-        let sample_task = tokio::task::spawn_blocking(move || {
+        if std::mem::replace(&mut sampled_at_s, now_s) == now_s {
+            return;
+        }
+        let sample = AssertUnwindSafe(|| {
             let snapshot = shared.active_policies.load_snapshot();
             history.sample(now_s, snapshot.counters().iter());
-            shared
-                .metrics
-                .top_rejections
-                .rotate_generations_if_due(now_s);
+            let rejections = &shared.metrics.top_rejections;
+            rejections.rotate_generations_if_due(now_s);
         });
-        if let Err(error) = sample_task.await {
-            tracing::error!(%error, "failed to sample the traffic history");
+        if catch_unwind(sample).is_err() {
+            tracing::error!("failed to sample the traffic history");
         }
     }
 }

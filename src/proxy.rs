@@ -33,6 +33,7 @@ pub use server::ShutdownSignal;
 pub use server::handler::{
     ConnectionPeer, HandshakeError, ProxyHeaderError, RequestHandler, TlsHandshakeError,
 };
+pub(crate) use server::worker::describe_spawn_error;
 pub use server::worker::{BLOCKING_THREAD_KEEP_ALIVE, start_blocking_thread};
 pub use service::ProxyService;
 pub use settings::{

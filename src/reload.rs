@@ -11,20 +11,25 @@ use crate::config::{
 };
 use crate::enforcer::ActivePolicies;
 use crate::policy::Policy;
+use crate::proxy::describe_spawn_error;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
+use std::{fmt, io, thread};
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::task::spawn_blocking;
-use tokio::time::{Instant, timeout};
+use tokio::task::{JoinHandle, spawn_local};
+use tokio::time::Instant;
 
 /// Interval between two checks of the files.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 /// How long new contents must stay unchanged before they are loaded, so that a file is complete.
 const SETTLE_TIME: Duration = Duration::from_millis(100);
+/// Stack of the thread, as by default. `RUST_MIN_STACK` is for the workers.
+const STACK_BYTES: usize = 2 << 20;
 
 /// Reload status, as the admin API reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -121,34 +126,49 @@ impl ConfigReloader {
         Arc::clone(&self.status)
     }
 
-    /// Polls the files until the process ends. SIGHUP triggers an immediate check.
-    pub async fn run(self) {
-        match signal(SignalKind::hangup()) {
-            Ok(mut hangup) => self.watch_files(async || _ = hangup.recv().await).await,
-            Err(error) => {
-                tracing::warn!(%error, "failed to listen for SIGHUP; configuration files are still polled");
-                self.watch_files(std::future::pending).await;
+    /// Starts a thread that polls the files and then calls `after_check`, until the returned task
+    /// is aborted. A thread because disks may be slow, and because waking others for each check
+    /// would keep an idle machine from sleeping. SIGHUP triggers an immediate check.
+    ///
+    /// # Errors
+    /// Fails if the system has no more threads.
+    pub fn start(self, after_check: impl FnMut() + Send + 'static) -> io::Result<JoinHandle<()>> {
+        // Requests before the next check need only that one.
+        let (check_request, check_requests) = mpsc::sync_channel(1);
+        thread::Builder::new()
+            .name("tidegate-reload".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                let watch = AssertUnwindSafe(|| self.watch_files(&check_requests, after_check));
+                if catch_unwind(watch).is_err() {
+                    tracing::error!("configuration reloader stopped");
+                }
+            })
+            .map_err(|error| describe_spawn_error("the thread that reads files", &error))?;
+        Ok(spawn_local(async move {
+            match signal(SignalKind::hangup()) {
+                Ok(mut hangup) => {
+                    while hangup.recv().await.is_some() {
+                        _ = check_request.try_send(());
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "failed to listen for SIGHUP; configuration files are still polled");
+                    std::future::pending().await
+                }
             }
-        }
+        }))
     }
 
-    /// Polls the files. `check_requested` completes when an immediate check is requested.
-    async fn watch_files(mut self, mut check_requested: impl AsyncFnMut()) {
+    /// Polls the files until the sender of `check_requests` is dropped.
+    fn watch_files(mut self, check_requests: &Receiver<()>, mut after_check: impl FnMut()) {
         loop {
-            // Runs on a blocking thread: disks may be slow, and this thread accepts connections.
-            let check_task = spawn_blocking(move || {
-                let pause = self.check_files();
-                (self, pause)
-            });
-            let pause;
-            (self, pause) = match check_task.await {
-                Ok(checked) => checked,
-                Err(error) => {
-                    return tracing::error!(%error, "configuration reloader stopped");
-                }
-            };
-            if timeout(pause, check_requested()).await.is_ok() {
-                tracing::info!("SIGHUP received; checking the configuration files");
+            let pause = self.check_files();
+            after_check();
+            match check_requests.recv_timeout(pause) {
+                Ok(()) => tracing::info!("SIGHUP received; checking the configuration files"),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }

@@ -5,6 +5,7 @@
 
 mod connector;
 mod exchange;
+mod http1;
 mod http2;
 mod pool;
 pub(crate) mod response_body;

@@ -212,8 +212,8 @@ async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     assert_eq!(running.generation_and_errors(), (2, Vec::new()));
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_check_request_triggers_an_immediate_check() {
+#[test]
+fn a_check_request_triggers_an_immediate_check() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
     fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
@@ -221,24 +221,28 @@ async fn a_check_request_triggers_an_immediate_check() {
         reloader,
         active_policies,
     } = ReloaderFixture::load(&file);
-    let check_request = Arc::new(tokio::sync::Notify::new());
-    let watch = tokio::spawn({
-        let check_request = Arc::clone(&check_request);
-        reloader.watch_files(async move || check_request.notified().await)
-    });
-    tokio::task::yield_now().await;
+    let (check_request, check_requests) = mpsc::sync_channel(1);
+    let (checked, checks) = mpsc::sync_channel(100);
+    let watch = move || reloader.watch_files(&check_requests, || _ = checked.try_send(()));
+    let watch = thread::spawn(watch);
+    checks.recv().unwrap();
     fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
-    check_request.notify_one();
-    tokio::time::sleep(SETTLE_TIME + Duration::from_millis(5)).await;
+    let requested_at = Instant::now();
+    check_request.send(()).unwrap();
+    // The first check finds the new content, and the second one that it has settled.
+    checks.recv().unwrap();
+    checks.recv().unwrap();
+    assert!(requested_at.elapsed() < POLL_INTERVAL, "not by polling");
     assert_eq!(
         &*active_policies.load_snapshot().table.policies()[0].name,
         "b"
     );
-    watch.abort();
+    drop(check_request);
+    watch.join().unwrap();
 }
 
-#[tokio::test]
-async fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
+#[test]
+fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("config.toml");
     fs::write(&file, config_with_deny_policies(&["a"])).unwrap();
@@ -251,21 +255,22 @@ async fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
     fs::remove_file(&file).unwrap();
     let mkfifo = std::process::Command::new("mkfifo").arg(&file).status();
     assert!(mkfifo.unwrap().success());
-    let watch = tokio::spawn(reloader.watch_files(std::future::pending));
-    let wait = async |is_done: &dyn Fn() -> bool| {
-        let done = async {
-            while !is_done() {
-                tokio::time::sleep(Duration::from_millis(10)).await;
-            }
-        };
-        timeout(Duration::from_secs(20), done).await.unwrap();
+    let (check_request, check_requests) = mpsc::sync_channel(1);
+    let (checked, checks) = mpsc::sync_channel(100);
+    let watch = move || reloader.watch_files(&check_requests, || _ = checked.try_send(()));
+    let watch = thread::spawn(watch);
+    let wait = |is_done: &dyn Fn() -> bool| {
+        while !is_done() {
+            checks.recv_timeout(Duration::from_secs(20)).unwrap();
+        }
     };
-    wait(&|| status.lock().rejected_count == 1).await;
+    wait(&|| status.lock().rejected_count == 1);
     assert!(status.lock().last_error[0].contains("not a regular file"));
     fs::remove_file(&file).unwrap();
     fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
-    wait(&|| &*active_policies.load_snapshot().table.policies()[0].name == "b").await;
-    watch.abort();
+    wait(&|| &*active_policies.load_snapshot().table.policies()[0].name == "b");
+    drop(check_request);
+    watch.join().unwrap();
 }
 
 /// A configuration with Redis and an admin token, whose credentials are recorded.

@@ -1,8 +1,8 @@
 //! Recent traffic history for the dashboard: per policy by minute for the last hour and by hour for
 //! the last day, and for all requests by second for the last ten minutes.
 //!
-//! The history adds no cost to requests. A timer calls [`TrafficHistory::sample`] about once a
-//! second, which adds the increase of the workers' counters to the current second. The history of a
+//! The history adds no cost to requests. [`TrafficHistory::sample`] is called about once a second,
+//! and adds the increase of the workers' counters to the current second. The history of a
 //! policy takes 3 KiB, and is freed after a day without requests.
 
 use super::metrics::{

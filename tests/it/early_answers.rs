@@ -117,3 +117,45 @@ async fn an_unfinished_http2_upload_over_tls_is_not_reset_at_once() {
         assert!(delay > Duration::from_millis(500), "{path}: {delay:?}");
     }
 }
+
+/// The client of a full-duplex request may send all before it reads anything.
+#[tokio::test]
+async fn an_upload_goes_on_while_the_client_does_not_read_the_response() {
+    const BODY_BYTES: usize = 32 << 20;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let upstream = tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.unwrap();
+        let mut chunk = vec![0; 64 * 1024];
+        assert!(socket.read(&mut chunk).await.unwrap() > 0);
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {BODY_BYTES}\r\n\r\n");
+        socket.write_all(head.as_bytes()).await.unwrap();
+        let (mut reader, mut writer) = socket.into_split();
+        let response = tokio::spawn(async move {
+            let chunk = [b'r'; 64 * 1024];
+            for _ in 0..BODY_BYTES / chunk.len() {
+                writer.write_all(&chunk).await.unwrap();
+            }
+            writer
+        });
+        while !chunk.ends_with(b"end") {
+            chunk.resize(64 * 1024, 0);
+            let read = reader.read(&mut chunk).await.unwrap();
+            assert!(read > 0, "the upload was cut off");
+            chunk.truncate(read);
+        }
+        drop(response.await.unwrap());
+    });
+    let proxy = Proxy::start("", address).await;
+    let mut client = connect_tcp(proxy.address).await;
+    let head = format!("PUT / HTTP/1.1\r\nHost: a\r\nContent-Length: {BODY_BYTES}\r\n\r\n");
+    client.write_all(head.as_bytes()).await.unwrap();
+    let mut body = vec![b'u'; BODY_BYTES];
+    body.splice(BODY_BYTES - 3.., *b"end");
+    let sent = timeout(TEST_TIMEOUT, client.write_all(&body)).await;
+    sent.expect("the proxy does not read on").unwrap();
+    let mut response = vec![0; BODY_BYTES];
+    let read = timeout(TEST_TIMEOUT, client.read_exact(&mut response)).await;
+    read.expect("the response stops").unwrap();
+    upstream.await.unwrap();
+}

@@ -8,7 +8,6 @@ use http::{HeaderMap, Request, StatusCode, Version};
 use parking_lot::Mutex;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::task::Waker;
 
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
 use crate::proxy::http::headers;
@@ -103,7 +102,6 @@ struct InformationalQueueState {
     heads: Vec<(StatusCode, HeaderMap)>,
     /// Responses received since the last forwarding, also those beyond the capacity of `heads`.
     received: usize,
-    waker: Option<Waker>,
 }
 
 impl InformationalResponseQueue {
@@ -116,25 +114,16 @@ impl InformationalResponseQueue {
             if state.heads.len() < MAX_INFORMATIONAL_RESPONSES {
                 state.heads.push((head.status(), head.headers().clone()));
             }
-            if let Some(waker) = state.waker.take() {
-                waker.wake();
-            }
         });
     }
 
-    /// Forwards the queued 1xx responses to the client and stores `waker`, which the next one
-    /// wakes. Returns `false` if the upstream sent too many.
-    pub(crate) fn forward_responses(
-        &self,
-        interim: &mut InformationalForwarder,
-        waker: Option<&Waker>,
-    ) -> bool {
+    /// Forwards the queued 1xx responses to the client. Returns `false` if the upstream sent too
+    /// many.
+    pub(crate) fn forward_responses(&self, interim: &mut InformationalForwarder) -> bool {
         let mut state = self.0.lock();
         for (status, fields) in state.heads.drain(..) {
             interim.forward(status, &fields, Version::HTTP_11);
         }
-        // `None` clears the waker after the request: a stored waker keeps its task's memory.
-        state.waker = waker.cloned();
         interim.count_received(std::mem::take(&mut state.received))
     }
 }

@@ -20,7 +20,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::ConnectionCloseReason;
 use super::connection_memory::ConnectionMemory;
-use super::connection_output::ConnectionOutput;
+use super::connection_output::{ConnectionOutput, FIRST_WRITE_BYTES};
 use super::open_connections::{OpenConnection, OpenConnections};
 use crate::proxy::http::query_escaper::ParsedInput;
 use crate::proxy::http2_frames::frame_limits::FrameBudget;
@@ -220,6 +220,7 @@ impl ConnectionMonitor {
             self.connection.set_busy();
         }
         self.output.may_be_within_response.set(true);
+        self.output.collectable_bytes.set(FIRST_WRITE_BYTES);
         self.active_requests.update(|value| value + 1);
         ActiveRequestGuard(Rc::clone(self))
     }

@@ -21,6 +21,13 @@ use super::open_connections::OpenConnection;
 use crate::proxy::http2_frames::field_block_filter::encode_frames;
 use crate::proxy::http2_frames::hpack::push_integer;
 
+/// Bytes of an HTTP/1 response that hyper collects for its first write, beside a last chunk: 64 KiB
+/// arrive in four full reads and the rest. The kernel takes as much of a client that reads nothing.
+pub(super) const FIRST_WRITE_BYTES: usize = 4 * (16 * 1024 - 1);
+/// The same for later writes: what the proxy keeps for a slow client. TLS keeps a copy.
+pub(crate) const NEXT_WRITE_BYTES: usize = FIRST_WRITE_BYTES / 4 * 3;
+pub(crate) const NEXT_TLS_WRITE_BYTES: usize = FIRST_WRITE_BYTES / 4;
+
 /// What hyper has written, and what is written beside it.
 #[derive(Debug)]
 pub(crate) struct ConnectionOutput {
@@ -31,6 +38,8 @@ pub(crate) struct ConnectionOutput {
     pub(super) continue_queue: ContinueQueue,
     /// Whether hyper has output that it has not written and flushed.
     pub(super) has_unflushed: Cell<bool>,
+    /// Bytes of an HTTP/1 response that hyper may collect until its next write, beside a last chunk.
+    pub(crate) collectable_bytes: Cell<usize>,
     /// Whether the next output may continue a response: a request began since all output was
     /// flushed. May be `true` for a while after a response.
     pub(crate) may_be_within_response: Cell<bool>,
@@ -47,6 +56,7 @@ impl ConnectionOutput {
             informational_heads: RefCell::default(),
             continue_queue: ContinueQueue::default(),
             has_unflushed: Cell::new(false),
+            collectable_bytes: Cell::new(0),
             may_be_within_response: Cell::new(false),
             blocked_since: Cell::new(None),
             write_waiters: RefCell::default(),

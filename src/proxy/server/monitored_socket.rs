@@ -15,6 +15,7 @@ use tokio_util::either::Either;
 use super::parse_error_reply::describe_parse_error;
 use super::transport::{ClientTransport, socket_below_tls};
 use crate::proxy::client_connection::connection_monitor::ConnectionMonitor;
+use crate::proxy::client_connection::connection_output::{NEXT_TLS_WRITE_BYTES, NEXT_WRITE_BYTES};
 use crate::proxy::connection_io::{LazyTimer, move_buffered_bytes, poll_write_all};
 use crate::proxy::http::query_escaper::QueryEscaper;
 use crate::proxy::http2_frames::frame_scanner::FrameScanner;
@@ -405,6 +406,13 @@ impl AsyncWrite for MonitoredSocket {
             return Poll::Ready(Ok(head.len()));
         }
         this.monitor.set_flushed(false);
+        this.monitor
+            .output
+            .collectable_bytes
+            .set(match this.transport {
+                Either::Left(_) => NEXT_WRITE_BYTES,
+                Either::Right(_) => NEXT_TLS_WRITE_BYTES,
+            });
         if let Some(half_close) = &mut this.half_close {
             half_close.last_output_at = Instant::now();
         }

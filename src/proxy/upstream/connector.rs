@@ -15,7 +15,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::sync::OwnedSemaphorePermit;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_rustls::client::TlsStream;
 use tokio_util::either::Either;
 
@@ -194,9 +194,8 @@ fn map_connect_error(error: io::Error) -> UpstreamError {
 /// cleanly, the write returns its error directly; only a tunnel writes then.
 #[derive(Debug)]
 pub(super) struct UpstreamSocket {
-    /// Limited to `read_limit` for each read.
+    /// Limited to [`MAX_READ_BYTES`] for each read.
     transport: Take<SocketTransport>,
-    pub(super) read_limit: ReadLimit,
     /// Whether HTTP/2 was negotiated.
     pub(super) is_http2: bool,
     http2: Option<Box<Http2Input>>,
@@ -227,7 +226,6 @@ impl UpstreamSocket {
     fn new(io: SocketTransport, is_http2: bool) -> Self {
         Self {
             transport: io.take(0),
-            read_limit: ReadLimit::default(),
             is_http2,
             http2: None,
             read_activity: Arc::default(),
@@ -315,7 +313,7 @@ impl AsyncRead for UpstreamSocket {
                 }
             }
             let before = into.filled().len();
-            this.transport.set_limit(this.read_limit.bytes());
+            this.transport.set_limit(MAX_READ_BYTES);
             ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
             let received = into.filled().get(before..).unwrap_or_default();
             if this.write_failed && received.is_empty() {
@@ -386,15 +384,9 @@ impl AsyncWrite for UpstreamSocket {
     }
 }
 
-/// Maximum bytes of one read.
-const SMALL_READ_BYTES: u64 = 16 * 1024 - 1;
-
-/// Maximum bytes of one read for a fast client. Larger reads take no less CPU time.
-const LARGE_READ_BYTES: u64 = 32 * 1024 - 1;
-
-/// A client is fast while it takes this many bytes of a response in this time: 5 MB/s.
-const SAMPLE_BYTES: usize = 512 * 1024;
-const FAST_SAMPLE_TIME: Duration = Duration::from_millis(100);
+/// Maximum bytes of one read. Larger reads take no less CPU time, and hyper doubles its buffer after
+/// a read of 16 KiB.
+const MAX_READ_BYTES: u64 = 16 * 1024 - 1;
 
 /// Bytes that a connection reads before its unread frames are collected. Bounds the unread
 /// frames that h2 holds.
@@ -404,30 +396,6 @@ pub(super) const READ_ALLOWANCE_BYTES: usize = 64 * 1024;
 /// atomic because hyper requires sockets that are `Send`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ReadAllowance(Arc<AtomicUsize>);
-
-/// Whether the next reads from one connection may be large.
-#[derive(Clone, Debug, Default)]
-pub(super) struct ReadLimit(Arc<AtomicBool>);
-
-/// Rate at which the client takes the current response of a connection, which sets the limit.
-#[derive(Debug)]
-pub(crate) struct ResponseRate {
-    limit: ReadLimit,
-    /// Bytes since the last sample.
-    bytes: usize,
-    sampled_at: Option<Instant>,
-}
-
-impl ReadLimit {
-    /// Maximum bytes of a read.
-    pub(super) fn bytes(&self) -> u64 {
-        if self.0.load(Ordering::Relaxed) {
-            LARGE_READ_BYTES
-        } else {
-            SMALL_READ_BYTES
-        }
-    }
-}
 
 impl ReadAllowance {
     /// Records read bytes.
@@ -442,38 +410,6 @@ impl ReadAllowance {
 
     pub(crate) fn renew(&self) {
         self.0.store(0, Ordering::Relaxed);
-    }
-}
-
-impl ResponseRate {
-    pub(super) fn new(limit: ReadLimit) -> Self {
-        Self {
-            limit,
-            bytes: 0,
-            sampled_at: None,
-        }
-    }
-
-    /// Records bytes that the client is about to take, after it took all bytes before them. Adjusts
-    /// the limit after each sample.
-    pub(super) fn record(&mut self, bytes: usize) {
-        self.bytes += bytes;
-        if self.bytes < SAMPLE_BYTES {
-            return;
-        }
-        let now = Instant::now();
-        let sampled_at = self.sampled_at.replace(now);
-        let is_fast = sampled_at.is_some_and(|at| now.duration_since(at) <= FAST_SAMPLE_TIME);
-        self.bytes = 0;
-        self.limit.0.store(is_fast, Ordering::Relaxed);
-    }
-
-    /// Begins the next response, with the small limit.
-    pub(super) fn restart(&mut self) {
-        self.bytes = 0;
-        if self.sampled_at.take().is_some() {
-            self.limit.0.store(false, Ordering::Relaxed);
-        }
     }
 }
 
@@ -537,29 +473,5 @@ mod tests {
             stream.read(&mut answer).await.unwrap_err().kind(),
             std::io::ErrorKind::ConnectionReset
         );
-    }
-}
-
-#[cfg(test)]
-mod read_limit_tests {
-    use super::*;
-    use tokio::time::advance;
-
-    #[tokio::test(start_paused = true)]
-    async fn only_a_fast_client_of_a_large_response_gets_large_reads() {
-        let limit = ReadLimit::default();
-        let mut rate = ResponseRate::new(limit.clone());
-        let mut limits = Vec::new();
-        for part_ms in [0, 3, 4, 2, 1] {
-            for _ in 0..SAMPLE_BYTES / 16_384 {
-                advance(Duration::from_millis(part_ms)).await;
-                rate.record(16_384);
-            }
-            limits.push(limit.bytes());
-        }
-        let (small, large) = (SMALL_READ_BYTES, LARGE_READ_BYTES);
-        assert_eq!(limits, [small, large, small, large, large]);
-        rate.restart();
-        assert_eq!(limit.bytes(), small);
     }
 }

@@ -21,6 +21,7 @@ use tokio::task::yield_now;
 use tokio::time::Instant;
 
 use super::UpstreamClient;
+use super::http1::Http1Connection;
 use super::http2::Http2ResponseFuture;
 use super::http2::streams::{self, Http2ResponseBody, ReceivedStream, poll_send_capacity};
 use super::pool::{ConnectionProtocol, StreamSlot, UpstreamConnection};
@@ -141,11 +142,10 @@ impl UpstreamClient {
                 let names = request.headers().get_all(header::UPGRADE);
                 requested_protocols.extend(names.iter().cloned());
             }
-            let mut answer = pin!(http1.sender.try_send_request(request));
+            let mut answer = pin!(http1.send(request));
             let poll_response = |cx: &mut Context<'_>| {
-                let answer = answer.as_mut().poll(cx);
-                let waker = answer.is_pending().then(|| cx.waker());
-                if informational.forward_responses(interim, waker) {
+                let answer = http1.poll_with(cx, |cx| answer.as_mut().poll(cx));
+                if informational.forward_responses(interim) {
                     answer.map(Some)
                 } else {
                     Poll::Ready(None)
@@ -156,13 +156,13 @@ impl UpstreamClient {
                 .await?
                 .map_err(|failed| exchange_failure_from_hyper(failed, progress.as_deref()))?;
             if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-                let switched = Box::pin(self.convert_connection_to_tunnel(
-                    response,
-                    connection,
-                    &requested_protocols,
-                ))
-                .await;
+                let switched = self.convert_to_tunnel(response, http1, &requested_protocols);
+                let switched = Box::pin(switched).await;
                 return switched.map_err(|error| (ExchangeFailure::MaybeProcessed, error));
+            }
+            use RequestBodyState::{AwaitingClient, Transferring};
+            if let Some(AwaitingClient | Transferring) = progress.map(|body| body.state.get()) {
+                http1.start_upload();
             }
             Ok(response.map(|incoming| {
                 self.build_response_body(UpstreamBodySource::Http1(incoming), connection)
@@ -172,21 +172,21 @@ impl UpstreamClient {
 
     /// Turns the connection into a tunnel for the protocol that the upstream switched to. The
     /// tunnel holds the connection's `max_connections` permit until the socket is closed.
-    async fn convert_connection_to_tunnel(
+    async fn convert_to_tunnel(
         &self,
         mut response: Response<Incoming>,
-        connection: Box<UpstreamConnection>,
+        http1: &Http1Connection,
         requested_protocols: &[HeaderValue],
     ) -> Result<Response<ResponseBody>, UpstreamError> {
         if !upgrade::selects_only_offered_protocols(requested_protocols, response.headers()) {
             return Err(UpstreamErrorKind::Protocol
                 .with_detail("the upstream switched to a protocol that the client did not offer"));
         }
-        let upgraded = hyper::upgrade::on(&mut response)
+        let mut upgrade = hyper::upgrade::on(&mut response);
+        let upgraded = poll_fn(|cx| http1.poll_with(cx, |cx| Pin::new(&mut upgrade).poll(cx)));
+        let upgraded = upgraded
             .await
             .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_cause(&error))?;
-        // The connection is dropped only here: its drop aborts the task that hands over the socket.
-        drop(connection);
         let idle_limit = self.settings().tunnel_idle_limit();
         let tunnel = Tunnel::new(TokioIo::new(upgraded), idle_limit);
         Ok(response.map(|_empty| ResponseBody::Tunnel(Box::new(tunnel))))

@@ -15,27 +15,24 @@ mod share;
 pub(super) use share::ConnectionShare;
 
 use futures_util::future::LocalBoxFuture;
-use hyper::client::conn::http1::SendRequest;
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::ready;
-use std::net::IpAddr;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Waker;
 use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::UpstreamSharedState;
 use super::connector::AlpnOffer;
-use super::connector::ResponseRate;
+use super::http1::Http1Connection;
 use super::http2;
 use super::http2::Http2Connection;
 use super::pool::idle::ResolvedAddresses;
 use super::pool::opening::ConnectionWaiter;
-use crate::proxy::body::informational_responses::InformationalResponseQueue;
-use crate::proxy::body::request::RequestBody;
 use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::proxy::{UpstreamScheme, UpstreamSettings, UpstreamUrl};
@@ -46,6 +43,10 @@ pub struct UpstreamClient {
     pub(super) shared: Arc<UpstreamSharedState>,
     /// Idle HTTP/1.1 connections; the longest idle one is in front.
     idle_http1: RefCell<VecDeque<Box<UpstreamConnection>>>,
+    /// Wakes the task that closes idle connections.
+    sweeper: Waker,
+    /// Whether that task waits for a connection.
+    is_sweeper_resting: Cell<bool>,
     /// Open HTTP/2 connections.
     http2_connections: RefCell<Vec<Rc<Http2Connection>>>,
     /// Whether the upstream uses HTTP/2: fixed without TLS, otherwise as in the last handshake.
@@ -75,9 +76,12 @@ impl UpstreamClient {
             } => None,
             _ => Some(false),
         };
+        let sweep_signal = Arc::<idle::SweepSignal>::default();
         let pool = Rc::new(Self {
             shared,
             idle_http1: RefCell::default(),
+            sweeper: Arc::clone(&sweep_signal).into(),
+            is_sweeper_resting: Cell::new(false),
             http2_connections: RefCell::default(),
             negotiated_http2: Cell::new(chose_http2),
             opening_http2_connections: Cell::new(0),
@@ -89,6 +93,7 @@ impl UpstreamClient {
         tokio::task::spawn_local(idle::run_idle_sweeper(
             Rc::downgrade(&pool),
             pool.shared.queue_signal.subscribe(),
+            sweep_signal,
         ));
         if idle::has_dns_name(&pool.shared.settings.url) {
             tokio::task::spawn_local(idle::watch_dns_addresses(Rc::downgrade(&pool)));
@@ -260,18 +265,6 @@ pub(crate) enum ConnectionProtocol {
     Http2(StreamSlot),
 }
 
-/// An HTTP/1.1 connection. Dropping it closes the connection.
-#[derive(Debug)]
-pub(crate) struct Http1Connection {
-    pub(crate) sender: SendRequest<RequestBody>,
-    pub(crate) informational: Arc<InformationalResponseQueue>,
-    pub(crate) response_rate: ResponseRate,
-    pub(crate) peer: Option<IpAddr>,
-    /// Runs the connection. Without the abort, hyper would wait for the rest of an unneeded request
-    /// or response.
-    _task: AbortOnDropHandle<()>,
-}
-
 impl UpstreamConnection {
     pub(crate) fn new(protocol: ConnectionProtocol) -> Self {
         Self {
@@ -295,7 +288,7 @@ impl UpstreamConnection {
             return false;
         };
         let is_young = |since| now.duration_since(since) < max_idle;
-        http1.sender.is_ready() && self.idle_since.is_none_or(is_young)
+        http1.is_ready() && self.idle_since.is_none_or(is_young)
     }
 }
 

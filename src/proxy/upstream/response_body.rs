@@ -39,14 +39,20 @@ pub(crate) enum UpstreamBodySource {
 }
 
 impl UpstreamBodySource {
+    /// Polls for the next frame of a body that `connection` receives.
     fn poll_frame(
         &mut self,
+        connection: Option<&UpstreamConnection>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, UpstreamError>>> {
         match self {
-            Self::Http1(incoming) => Pin::new(incoming)
-                .poll_frame(cx)
-                .map_err(|error| classify_http1_body_error(&error).with_cause(&error)),
+            Self::Http1(incoming) => match connection.map(|connection| &connection.protocol) {
+                Some(ConnectionProtocol::Http1(http1)) => {
+                    http1.poll_with(cx, |cx| Pin::new(&mut *incoming).poll_frame(cx))
+                }
+                _ => Pin::new(incoming).poll_frame(cx),
+            }
+            .map_err(|error| classify_http1_body_error(&error).with_cause(&error)),
             Self::Http2(body) => body
                 .poll_frame(cx)
                 .map_err(|error| UpstreamErrorKind::from_h2(&error).with_cause(&error)),
@@ -168,7 +174,7 @@ impl UpstreamBody {
         &mut self,
         cx: &mut Context<'_>,
     ) -> Poll<Result<bool, UpstreamError>> {
-        match self.source.poll_frame(cx)? {
+        match self.source.poll_frame(self.connection.as_deref(), cx)? {
             Poll::Ready(Some(frame)) => {
                 self.first_frame = match frame.into_data().map_err(Frame::into_trailers) {
                     Ok(data) => FirstFrame::Data(data),
@@ -243,7 +249,7 @@ impl UpstreamBody {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
         let polled = match take(&mut self.first_frame) {
-            FirstFrame::None => self.source.poll_frame(cx),
+            FirstFrame::None => self.source.poll_frame(self.connection.as_deref(), cx),
             FirstFrame::Data(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
             FirstFrame::Trailers(trailers) => Poll::Ready(Some(Ok(Frame::trailers(*trailers)))),
         };
@@ -256,12 +262,6 @@ impl UpstreamBody {
             Some(Ok(frame)) => {
                 if let Some(meter) = &mut self.cost_meter {
                     meter.read_frame(&frame);
-                }
-                let bytes = frame.data_ref().map_or(0, Bytes::len);
-                if let Some(connection) = &mut self.connection
-                    && let ConnectionProtocol::Http1(http1) = &mut connection.protocol
-                {
-                    http1.response_rate.record(bytes);
                 }
                 // hyper does not poll again after trailers or the end of the stream.
                 if frame.is_trailers() || self.source.is_end_stream() {

@@ -281,6 +281,11 @@ impl Body for TrackedResponseBody {
         // hyper and h2 buffer tens of KiB of a response. While the socket accepts no bytes, more
         // data stays with the upstream.
         ready!(monitor.output.poll_write_progress(cx));
+        if !self.is_http2 && monitor.output.collectable_bytes.get() == 0 {
+            // hyper writes what it has before it polls again.
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
         if self.remainder.is_empty() {
             match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
                 Some(Ok(frame)) => match frame.into_data() {
@@ -310,6 +315,8 @@ impl Body for TrackedResponseBody {
             let output = self.output.get_or_insert_with(new_output);
             (H2_MAX_CHUNK_BYTES, Some(output.begin_chunk()))
         } else {
+            let collectable = &monitor.output.collectable_bytes;
+            collectable.update(|bytes| bytes.saturating_sub(self.remainder.len()));
             (usize::MAX, None)
         };
         let chunk_bytes = max_bytes.min(self.remainder.len());

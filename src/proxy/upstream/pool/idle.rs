@@ -4,9 +4,10 @@ use std::net::IpAddr;
 use std::rc::{Rc, Weak};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Wake;
 use std::time::Duration;
 use tokio::net::lookup_host;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep};
 
 use super::UpstreamClient;
@@ -62,10 +63,10 @@ impl UpstreamClient {
         let ConnectionProtocol::Http1(http1) = &mut connection.protocol else {
             return;
         };
-        http1.response_rate.restart();
+        http1.end_request(&self.sweeper);
         // A connection is not ready if the upstream closes it or the request is not finished.
         // Dropping the connection here closes it.
-        if !http1.sender.is_ready() || self.addresses.borrow().is_stale(http1.peer) {
+        if !http1.is_ready() || self.addresses.borrow().is_stale(http1.peer) {
             return;
         }
         connection.idle_since = Some(Instant::now());
@@ -81,6 +82,7 @@ impl UpstreamClient {
     }
 
     pub(crate) fn keep_idle(&self, connection: Box<UpstreamConnection>) {
+        self.begin_sweeps();
         let mut idle = self.idle_http1.borrow_mut();
         idle.push_back(connection);
         if idle.len() > self.shared.max_idle_per_worker {
@@ -110,12 +112,24 @@ impl UpstreamClient {
             });
     }
 
+    /// Starts the sweeps, if they have stopped because there was no connection.
+    pub(crate) fn begin_sweeps(&self) {
+        if self.is_sweeper_resting.take() {
+            self.sweeper.wake_by_ref();
+        }
+    }
+
     /// Closes idle connections that are dead or idle for too long, and those whose permits waiting
     /// requests need.
     pub(crate) fn sweep_idle(&self) {
         let (max_age, now) = (self.settings().pool_idle_timeout, Instant::now());
         let mut idle = self.idle_http1.borrow_mut();
-        idle.retain(|connection| connection.is_reusable(max_age, now));
+        idle.retain(|connection| {
+            if let ConnectionProtocol::Http1(http1) = &connection.protocol {
+                http1.poll_driver();
+            }
+            connection.is_reusable(max_age, now)
+        });
         let mut needed = self.shared.queued_requests.load(Ordering::SeqCst);
         let closed = needed.min(idle.len());
         idle.drain(..closed);
@@ -130,21 +144,46 @@ impl UpstreamClient {
                 idle_since => idle_since.is_none_or(|since| now.duration_since(since) < max_age),
             });
     }
+
+    /// Whether no connection is idle, nor open over HTTP/2.
+    fn is_empty(&self) -> bool {
+        self.idle_http1.borrow().is_empty() && self.http2_connections.borrow().is_empty()
+    }
+}
+
+/// Lets [`run_idle_sweeper`] sweep at once: the upstream has closed an idle connection, or there is
+/// a first one.
+#[derive(Debug, Default)]
+pub(crate) struct SweepSignal(Notify);
+
+impl Wake for SweepSignal {
+    fn wake(self: Arc<Self>) {
+        self.0.notify_one();
+    }
 }
 
 pub(crate) async fn run_idle_sweeper(
     pool: Weak<UpstreamClient>,
     mut queue_signal: watch::Receiver<()>,
+    sweep_signal: Arc<SweepSignal>,
 ) {
+    let mut was_calm = false;
     while let Some(pool) = pool.upgrade() {
         pool.sweep_idle();
         let interval = pool.settings().pool_idle_timeout / 2;
+        // A busy pool is empty at times, and shall not wake this task each time.
+        let rests = was_calm && pool.is_empty();
+        pool.is_sweeper_resting.set(rests);
         drop(pool);
         let interval = interval.clamp(SWEEP_INTERVAL_RANGE.0, SWEEP_INTERVAL_RANGE.1);
-        tokio::select! {
-            changed = queue_signal.changed() => if changed.is_err() { return },
-            () = sleep(interval) => {}
-        }
+        was_calm = tokio::select! {
+            changed = queue_signal.changed() => match changed {
+                Ok(()) => false,
+                Err(_) => return,
+            },
+            () = sweep_signal.0.notified() => false,
+            () = sleep(interval), if !rests => true,
+        };
     }
 }
 

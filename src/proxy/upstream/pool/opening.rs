@@ -1,8 +1,6 @@
 //! New connections, and requests that wait for a connection: permits, the queue, and the handover
 //! of freed connections.
 
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,17 +8,13 @@ use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio::time::{Instant, timeout, timeout_at};
 use tokio_util::task::AbortOnDropHandle;
 
-use super::{ConnectionProtocol, Http1Connection, StreamSlot, UpstreamConnection};
+use super::{ConnectionProtocol, StreamSlot, UpstreamConnection};
 use super::{QueueSlotGuard, UpstreamClient};
-use crate::proxy::upstream::connector::ResponseRate;
 use crate::proxy::upstream::connector::{AlpnOffer, UpstreamSocket};
+use crate::proxy::upstream::http1::Http1Connection;
+use crate::proxy::upstream::http2;
 use crate::proxy::upstream::http2::Http2Connection;
-use crate::proxy::upstream::{MAX_RESPONSE_HEAD_BYTES, http2};
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
-
-/// Maximum header lines of an HTTP/1.1 response. hyper's default of 100 is too few for frameworks
-/// that send one line per cookie or preload.
-const MAX_RESPONSE_HEADERS: usize = 256;
 
 impl UpstreamClient {
     pub(super) fn open_http2_if_needed(self: &Rc<Self>) {
@@ -106,32 +100,14 @@ impl UpstreamClient {
                 .set(http2_connection.max_streams());
             let slot = StreamSlot::reserve(&http2_connection, self).map(ConnectionProtocol::Http2);
             self.http2_connections.borrow_mut().push(http2_connection);
+            self.begin_sweeps();
             let no_streams = "the upstream allows no concurrent streams";
             return slot.ok_or_else(|| UpstreamErrorKind::Protocol.with_detail(no_streams));
         }
-        let peer = stream.peer_ip();
-        let response_rate = ResponseRate::new(stream.read_limit.clone());
-        let handshake = http1::Builder::new()
-            .max_buf_size(MAX_RESPONSE_HEAD_BYTES as usize)
-            .max_headers(MAX_RESPONSE_HEADERS)
-            .handshake(TokioIo::new(stream))
-            .await;
-        let failed = |error: hyper::Error| {
-            UpstreamErrorKind::ConnectionTerminated.with_detail(error.to_string())
-        };
-        let (sender, connection) = handshake.map_err(failed)?;
-        let task = tokio::task::spawn_local(async move {
-            if let Err(error) = connection.with_upgrades().await {
-                tracing::debug!(%error, "upstream connection closed");
-            }
-        });
-        Ok(ConnectionProtocol::Http1(Http1Connection {
-            sender,
-            informational: Arc::default(),
-            response_rate,
-            peer,
-            _task: AbortOnDropHandle::new(task),
-        }))
+        let opened = Http1Connection::new(stream, &self.sweeper).await;
+        opened
+            .map(ConnectionProtocol::Http1)
+            .map_err(|error| UpstreamErrorKind::ConnectionTerminated.with_detail(error.to_string()))
     }
 
     /// Gives a new connection, and for HTTP/2 its further streams, to waiting requests.

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::{LocalSet, yield_now};
+use tokio::time::{sleep, timeout};
 
 fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamClient> {
     let long = Duration::from_secs(60);
@@ -37,7 +38,7 @@ fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamClient>
 async fn open_ready_connection(pool: &Rc<UpstreamClient>) -> Box<UpstreamConnection> {
     let connection = pool.acquire_new_or_http2(&mut 0).await.unwrap();
     while let ConnectionProtocol::Http1(http1) = &connection.protocol
-        && !http1.sender.is_ready()
+        && !http1.is_ready()
     {
         yield_now().await;
     }
@@ -64,6 +65,52 @@ async fn drops_connections_to_addresses_removed_from_dns() {
         pool.apply_resolved_addresses(other_address());
         assert_eq!(pool.idle_count(), 0);
         pool.return_connection(busy);
+        assert_eq!(pool.idle_count(), 0);
+    };
+    LocalSet::new().run_until(scenario).await;
+}
+
+#[tokio::test]
+async fn an_idle_connection_is_dropped_as_soon_as_the_upstream_closes_it() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let scenario = async {
+        let pool = build_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
+        let (first, second) = (
+            open_ready_connection(&pool).await,
+            open_ready_connection(&pool).await,
+        );
+        let (closed, _) = listener.accept().await.unwrap();
+        let _open = listener.accept().await.unwrap();
+        pool.return_connection(second);
+        pool.return_connection(first);
+        assert_eq!(pool.idle_count(), 2);
+        drop(closed);
+        let dropped = async {
+            while pool.idle_count() == 2 {
+                yield_now().await;
+            }
+        };
+        // Well before the next sweep.
+        timeout(Duration::from_secs(2), dropped).await.unwrap();
+        assert_eq!(pool.idle_count(), 1);
+        let left = pool.take_available_connection(Instant::now()).unwrap();
+        assert!(left.is_reusable(Duration::from_secs(60), Instant::now()));
+    };
+    LocalSet::new().run_until(scenario).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_connection_opened_after_a_calm_time_is_closed_when_it_was_idle_too_long() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let scenario = async {
+        let pool = build_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
+        sleep(Duration::from_secs(20)).await;
+        assert!(pool.is_sweeper_resting.get());
+        let connection = open_ready_connection(&pool).await;
+        pool.return_connection(connection);
+        sleep(Duration::from_secs(59)).await;
+        assert_eq!(pool.idle_count(), 1);
+        sleep(Duration::from_secs(7)).await;
         assert_eq!(pool.idle_count(), 0);
     };
     LocalSet::new().run_until(scenario).await;
