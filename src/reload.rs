@@ -138,12 +138,7 @@ impl ConfigReloader {
         thread::Builder::new()
             .name("tidegate-reload".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || {
-                let watch = AssertUnwindSafe(|| self.watch_files(&check_requests, after_check));
-                if catch_unwind(watch).is_err() {
-                    tracing::error!("configuration reloader stopped");
-                }
-            })
+            .spawn(move || self.watch_files(&check_requests, after_check))
             .map_err(|error| describe_spawn_error("the thread that reads files", &error))?;
         Ok(spawn_local(async move {
             match signal(SignalKind::hangup()) {
@@ -160,10 +155,21 @@ impl ConfigReloader {
         }))
     }
 
-    /// Polls the files until the sender of `check_requests` is dropped.
+    /// Polls the files until the sender of `check_requests` is dropped. After a panic, only
+    /// `after_check` goes on.
     fn watch_files(mut self, check_requests: &Receiver<()>, mut after_check: impl FnMut()) {
+        let mut has_stopped = false;
         loop {
-            let pause = self.check_files();
+            let mut pause = POLL_INTERVAL;
+            if !has_stopped {
+                match catch_unwind(AssertUnwindSafe(|| self.check_files())) {
+                    Ok(next_pause) => pause = next_pause,
+                    Err(_panic) => {
+                        has_stopped = true;
+                        tracing::error!("configuration reloader stopped");
+                    }
+                }
+            }
             after_check();
             match check_requests.recv_timeout(pause) {
                 Ok(()) => tracing::info!("SIGHUP received; checking the configuration files"),

@@ -114,11 +114,12 @@ fn predict_outcome(explanation: &PolicyExplanation<'_>, is_usage_known: bool) ->
             }
             PolicyStep::Limits(limits) => {
                 has_limits = true;
-                let mut statuses = limits.statuses.iter().flatten();
                 let is_known = |status: &LimitStatus| is_usage_known || status.is_unlimited();
-                has_unknown_status |=
-                    statuses.clone().next().is_none() || !statuses.clone().all(is_known);
-                let is_exhausted = statuses.any(|status| status.remaining < limits.cost);
+                let mut statuses = limits.statuses.iter();
+                has_unknown_status |= limits.statuses.is_empty()
+                    || !statuses.all(|status| status.as_ref().is_some_and(is_known));
+                let mut known = limits.statuses.iter().flatten();
+                let is_exhausted = known.any(|status| status.remaining < limits.cost);
                 if is_exhausted || limits.blocked_until_us.is_some() {
                     exhausted.push(name.clone());
                 }

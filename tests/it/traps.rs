@@ -226,11 +226,14 @@ fn trap_6_and_7_a_key_expires_exactly_when_its_state_is_fresh() {
                 if store.decide(&[charge(cost)], at_us).admitted {
                     state.charge(&first_charge(&charge(cost)), at_us);
                 }
-                let ends_ms = state.expires_at_us(&limit).div_ceil(1_000);
-                assert_eq!(
-                    store.expires_at_ms(&charge(cost)),
-                    ends_ms,
-                    "{name}, seed {seed}: {limit:?}"
+                let ends_us = state.expires_at_us(&limit);
+                let expires_ms = store.expires_at_ms(&charge(cost));
+                // Redis keeps a key through the whole millisecond of its expiry. The number of a
+                // fixed window must not outlive it.
+                let ends_exactly = name == "fixed_window" && (expires_ms + 1) * 1_000 == ends_us;
+                assert!(
+                    expires_ms == ends_us.div_ceil(1_000) || ends_exactly,
+                    "{name}, seed {seed}: {limit:?}, {expires_ms}, {ends_us}"
                 );
             }
         }

@@ -1,4 +1,5 @@
--- The start of every program: the rule table, aliases and the time. The algorithm files follow.
+-- The start of every general program: the rule table, aliases and the time. The algorithm files
+-- follow. A plain program (plain.lua) ends with a general one.
 --
 -- Each algorithm file adds one table of functions to `rules`, under its letter:
 --   read(key, time, per, parameters)       returns the state of a key. Returns nil and perhaps an

@@ -53,9 +53,10 @@ const MAX_ARGS_PER_CHARGE: usize = 6;
 
 /// The programs for Redis, and the names of the keys that hold their state.
 ///
-/// There is one program per set of algorithms and purposes, built on first use: Redis creates every
-/// function again on each call, so a program contains only the needed ones. The texts depend on
-/// nothing else, and variable values are arguments, so Redis caches few scripts.
+/// There is one program per set of algorithms and purposes, and one per list of ordinary limits, built
+/// on first use: Redis creates every function again on each call, so a program contains only the
+/// needed ones. The texts depend on nothing else, and variable values are arguments, so Redis caches
+/// few scripts.
 #[derive(Debug)]
 pub struct ScriptLibrary {
     programs: [OnceLock<Box<LuaProgram>>; PROGRAM_COUNT],
