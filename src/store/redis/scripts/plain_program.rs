@@ -33,7 +33,8 @@ impl PlainRule {
         let capacity = limit.capacity();
         let is_paid_exactly =
             limit.requests > 0 && capacity.saturating_mul(limit.per_us) < MAX_PLAIN_DEBT;
-        let is_in_ms = |offset_us| limit.per_us % 1000 == 0 && offset_us % 1000 == 0;
+        let is_in_ms =
+            |offset_us: u64| limit.per_us.is_multiple_of(1000) && offset_us.is_multiple_of(1000);
         let rule = match limit.algorithm {
             Algorithm::SlidingLog if charge.cost == 1 => Self::Log,
             Algorithm::SlidingWindow { .. } => Self::SubWindows,
