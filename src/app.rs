@@ -149,15 +149,14 @@ async fn run_proxy(
         lookups: StoreLookups::default(),
     };
     let history = Arc::new(TrafficHistory::new(Arc::clone(&shared.metrics)));
-    let sample_history = new_history_sampler(Arc::clone(&history), Arc::clone(&shared));
     // The admin endpoint starts before the proxy: it can show why the proxy does not start.
-    let view = view_state.into_backend(history);
+    let view = view_state.into_backend(Arc::clone(&history));
     let metric_exporter = start_metric_exporter(&config, &view);
     let admin = start_admin(&config, shared.admin_token.clone(), view)?;
     if let Some(redis) = shared.store_backend.redis() {
         redis.describe_member(admin_view::describe_member(&config.admin, &admin));
     }
-    let reloader = reloader.start(sample_history)?;
+    let reloader = reloader.start(new_history_sampler(history, Arc::clone(&shared)))?;
     shared.key_fetcher.wait_for_first_keys().await;
 
     let (worker_config, worker_state) = (Arc::clone(&config), Arc::clone(&shared));

@@ -11,8 +11,9 @@ use std::mem::take;
 use std::time::Duration;
 
 impl<'t> ChargePlan<'t> {
-    /// Builds the verdict from a decision with one status per charge. Takes the unenforced rejections. Of the limits that refuse,
-    /// the one with the longest refusal determines the retry time and the response.
+    /// Builds the verdict from a decision with one status per charge. Of the limits that refuse, the
+    /// one with the longest refusal determines the retry time and the response. Takes the plan's
+    /// unenforced rejections.
     pub(super) fn build_verdict(&mut self, decision: &Decision) -> Verdict<'t> {
         let mut verdict = Verdict {
             now_us: decision.now_us,

@@ -11,14 +11,14 @@
 -- 10^15 us, in 2001.
 -- Reply: the value, if units remain; the window is known from it.
 do
-  local key, cost, now, offset = KEYS[1], ARGV[2], ARGV[1], ARGV[5] or 0
-  local value = redis.pcall('INCRBY', key, cost)
+  local try, key, cost, now, offset = redis.pcall, KEYS[1], ARGV[2], ARGV[1], ARGV[5] or 0
+  local value = try('INCRBY', key, cost)
   if type(value) == 'number' then
     local used, is_new = (value - offset) % ARGV[4], value < 1000000000000000
     if now == '' then
-      if used < ARGV[3] + 0 and not is_new then return value end
-      now = redis.call('TIME')
-      now = now[1] * 1000000 + now[2]
+      if used < ARGV[3] + 0 and not is_new and value <= 9007199254740992 then return value end
+      now = try('TIME')
+      now = (now[1] or 0) * 1000000 + (now[2] or 0)
     else
       now = now + 0
     end
@@ -26,15 +26,19 @@ do
     local start = now - (now - offset) % per
     if not is_new and (ARGV[1] == '' or start == value - used) then
       start = value - used
-      if used <= capacity then
-        return string.format('%d 0 %d %d', math.max(now, start), capacity - used, start + per)
+      if used <= capacity and value <= 9007199254740992 then
+        -- The window may have ended since the key was read.
+        now = math.min(math.max(now, start), start + per - 1)
+        return string.format('%d 0 %d %d', now, capacity - used, start + per)
       end
     elseif value == cost + 0 and start >= 1000000000000000 and start + per - now > 2000 then
-      redis.call('SET', key, string.format('%d', start + cost), 'PXAT', string.format('%d', (start + per) / 1000 - 1))
-      return string.format('%d 0 %d %d', now, capacity - cost, start + per)
+      local ends_ms = string.format('%d', (start + per) / 1000 - 1)
+      if not try('SET', key, string.format('%d', start + cost), 'PXAT', ends_ms).err then
+        return string.format('%d 0 %d %d', now, capacity - cost, start + per)
+      end
     end
     -- Undoes the charge. An expiry in the past deletes a new key.
-    if value == cost + 0 then redis.call('PEXPIREAT', key, '1') else redis.call('DECRBY', key, cost) end
+    if value == cost + 0 then try('PEXPIREAT', key, '1') else try('DECRBY', key, cost) end
   end
 end
 -- end section

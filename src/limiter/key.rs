@@ -397,6 +397,9 @@ impl Key {
     }
 }
 
+/// Longer values are not remembered, so that they take no further memory.
+const MAX_REMEMBERED_BYTES: usize = 96;
+
 /// How many quotas each thread remembers.
 const RECENT_QUOTAS: u16 = 64;
 
@@ -408,8 +411,11 @@ thread_local! {
     };
 }
 
-/// [`hash_values`] in a tenth of its time for a recent quota, as that of most requests.
+/// [`hash_values`] in a tenth of its time for a quota that the thread remembers.
 fn recall_quota_id(values: &[u8]) -> u128 {
+    if values.len() > MAX_REMEMBERED_BYTES {
+        return hash_values(values);
+    }
     RECENT.with_borrow_mut(|(hasher, recent)| {
         let index =
             usize::try_from(hasher.hash_one(values) % u64::from(RECENT_QUOTAS)).unwrap_or(0);

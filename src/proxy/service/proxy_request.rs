@@ -95,11 +95,10 @@ impl ProxyService {
         let request = (Request::from_parts(parts, body), is_upgrade);
         let slot = (&mut slot_guard, deadline);
         let client = (summary.client.ip, table);
-        let forward = self.forward(request, client, ready_at, interim, slot, &was_sent);
-        let result = forward.await;
+        let sending = self.forward(request, client, ready_at, interim, slot, &was_sent);
 
         // 5. Finish.
-        let sent = (body_handle, was_sent.get());
+        let (result, sent) = (sending.await, (body_handle, was_sent.get()));
         let mut response = self.respond_to_result(result, sent, estimates, &mut summary);
         if summary.awaits_returned_units {
             Box::pin(self.enforcer.wait_for_returned_units()).await;

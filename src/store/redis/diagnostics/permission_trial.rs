@@ -30,7 +30,7 @@ pub enum DenialReason {
 }
 
 /// The commands that the scripts use. `{set}` and `{text}` stand for counters of the probe.
-const SCRIPT_COMMANDS: [&str; 19] = [
+const SCRIPT_COMMANDS: [&str; 20] = [
     "ZADD {set} 0 probe",
     "PEXPIRE {set} 10000",
     "PEXPIREAT {set} 1",
@@ -47,6 +47,7 @@ const SCRIPT_COMMANDS: [&str; 19] = [
     "GET {text}",
     "MGET {text}",
     "INCRBY {text} 1",
+    "PEXPIRE {text} 10000",
     "DECRBY {text} 1",
     "SET {text} 0 PX 1",
     "TIME",

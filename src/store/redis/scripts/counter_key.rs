@@ -12,8 +12,8 @@ const OVERRIDE_KEY_END: &str = "}:override";
 impl ScriptLibrary {
     /// The Redis key of a counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
     /// or buckets>][:<readable key>]`. For a fixed window, `@` instead of `+` names the format of
-    /// the value; for a period of a calendar, `<per>+<offset>` is `<unit>+<time zone>`. A response counter has `counted:` before the algorithm,
-    /// and is not parsed as a counter.
+    /// the value; for a period of a calendar, `<per>+<offset>` is `<unit>+<time zone>`. A response
+    /// counter has `counted:` before the algorithm, and is not parsed as a counter.
     pub fn counter_key(&self, counter: CounterRef<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, counter);
