@@ -59,7 +59,7 @@ pub(crate) enum TunnelEndReason {
     /// The upstream connection failed. The client received all earlier data.
     #[error("the upstream connection failed: {0}")]
     UpstreamDisconnected(io::Error),
-    /// No traffic for `body_idle_timeout`.
+    /// No traffic for the upstream's `tunnel_idle_timeout` or `body_idle_timeout`.
     #[error("no traffic within the idle timeout")]
     IdleTimeout,
     /// The request exceeded the `max_duration` of a concurrency limit.

@@ -282,7 +282,8 @@ impl Body for TrackedResponseBody {
         // data stays with the upstream.
         ready!(monitor.output.poll_write_progress(cx));
         if !self.is_http2 && monitor.output.collectable_bytes.get() == 0 {
-            // hyper writes what it has before it polls again.
+            // hyper writes what it has before it polls again. With nothing to write, the number of
+            // collectable bytes is not 0: only chunks that hyper buffers are subtracted.
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
