@@ -127,8 +127,8 @@ impl ConfigReloader {
     }
 
     /// Starts a thread that polls the files and then calls `after_check`, until the returned task
-    /// is aborted. A thread because disks may be slow, and because waking others for each check
-    /// would keep an idle machine from sleeping. SIGHUP triggers an immediate check.
+    /// is aborted. It is a thread because disks may be slow: `after_check` waits for them, and
+    /// requests do not. SIGHUP triggers an immediate check.
     ///
     /// # Errors
     /// Fails if the system has no more threads.

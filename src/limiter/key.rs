@@ -497,9 +497,13 @@ mod tests {
 
     #[test]
     fn a_remembered_id_is_that_of_the_values() {
-        for number in (0..500).chain(0..500).chain([0, 0]) {
-            let key = make_key("p", &[Some(&number.to_string())]);
-            assert_eq!(key.id(), hash_values(key.encoded_values()));
+        for number in (0..500).chain(0..500) {
+            // The second time, the thread remembers the quota.
+            for _ in 0..2 {
+                let key = make_key("p", &[Some(&number.to_string())]);
+                assert_eq!(key.id(), hash_values(key.encoded_values()));
+                assert_ne!(key.to_response_counter_key().id(), key.id());
+            }
         }
         assert_eq!(recall_quota_id(&[]), hash_values(&[]));
     }

@@ -15,12 +15,12 @@ use std::cell::RefCell;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::net::IpAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
-use tokio::task::spawn_local;
+use tokio::task::{spawn_local, unconstrained};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::MAX_RESPONSE_HEAD_BYTES;
@@ -32,7 +32,8 @@ use crate::proxy::body::request::RequestBody;
 /// that send one line per cookie or preload.
 const MAX_RESPONSE_HEADERS: usize = 256;
 
-/// An HTTP/1.1 connection. Dropping it closes the connection.
+/// An HTTP/1.1 connection. Dropping it closes the connection, during an upload as soon as the
+/// worker runs the aborted task.
 pub(crate) struct Http1Connection {
     sender: SendRequest<RequestBody>,
     pub(crate) informational: Arc<InformationalResponseQueue>,
@@ -40,7 +41,7 @@ pub(crate) struct Http1Connection {
     /// Reads and writes, until the connection is closed.
     driver: Rc<RefCell<Fuse<LocalBoxFuture<'static, ()>>>>,
     wakeup: Arc<DriverWakeup>,
-    /// `wakeup` for the driver.
+    /// `wakeup` as a waker; the driver is polled with it.
     waker: Waker,
     /// Task that polls the driver instead: it sends the rest of a request's body, also while the
     /// client does not read the response.
@@ -97,7 +98,7 @@ impl Http1Connection {
         };
         // Until the first poll, `is_ready` is false.
         http1.poll_driver();
-        http1.wakeup.task.register(watcher);
+        http1.watch(watcher);
         Ok(http1)
     }
 
@@ -117,7 +118,8 @@ impl Http1Connection {
         self.sender.try_send_request(request)
     }
 
-    /// Polls the driver, and `work`, which only the driver makes ready.
+    /// Polls the driver, and `work`, which only the driver makes ready: tokio's budget, which would
+    /// wake the waker of `work`, does not apply to it.
     pub(super) fn poll_with<T>(
         &self,
         cx: &mut Context<'_>,
@@ -128,17 +130,15 @@ impl Http1Connection {
         }
         self.wakeup.task.take();
         let unwoken = &mut Context::from_waker(Waker::noop());
-        let polled = work(unwoken);
+        let mut poll_work = || pin!(unconstrained(poll_fn(&mut work))).poll(unwoken);
+        let polled = poll_work();
         if polled.is_ready() {
             return polled;
         }
         self.poll_driver();
-        let polled = work(unwoken);
+        let polled = poll_work();
         if polled.is_pending() {
-            self.wakeup.task.register(cx.waker());
-            if self.wakeup.was_woken.load(Ordering::Acquire) {
-                cx.waker().wake_by_ref();
-            }
+            self.watch(cx.waker());
         }
         polled
     }
@@ -151,6 +151,14 @@ impl Http1Connection {
         _ = self.driver.borrow_mut().poll_unpin(cx);
     }
 
+    /// Wakes `watcher` when the driver has to be polled: now, if it was woken since the last poll.
+    pub(super) fn watch(&self, watcher: &Waker) {
+        self.wakeup.task.register(watcher);
+        if self.wakeup.was_woken.load(Ordering::Acquire) {
+            watcher.wake_by_ref();
+        }
+    }
+
     /// Starts a task that sends the rest of the request's body.
     pub(super) fn start_upload(&mut self) {
         let driver = Rc::clone(&self.driver);
@@ -160,10 +168,12 @@ impl Http1Connection {
 
     /// Ends a request. `watcher` is as for [`Http1Connection::new`].
     pub(super) fn end_request(&mut self, watcher: &Waker) {
-        if self.upload.take().is_some() {
+        let was_uploading = self.upload.take().is_some();
+        // The upstream may have closed the connection after the end of the response.
+        if was_uploading || self.wakeup.was_woken.load(Ordering::Acquire) {
             self.poll_driver();
         }
-        self.wakeup.task.register(watcher);
+        self.watch(watcher);
     }
 }
 

@@ -127,6 +127,7 @@ impl UpstreamClient {
         idle.retain(|connection| {
             if let ConnectionProtocol::Http1(http1) = &connection.protocol {
                 http1.poll_driver();
+                http1.watch(&self.sweeper);
             }
             connection.is_reusable(max_age, now)
         });

@@ -3,7 +3,8 @@
 use super::*;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
-use tokio::net::TcpListener;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{LocalSet, yield_now};
 use tokio::time::{sleep, timeout};
 
@@ -19,9 +20,9 @@ fn build_pool(scheme: UpstreamScheme, address: SocketAddr) -> Rc<UpstreamClient>
         response_timeout: None,
         body_idle_timeout: None,
         pool_idle_timeout: long,
-        pool_max_idle: 10,
+        pool_max_idle: 400,
         preserve_host: true,
-        max_connections: 10,
+        max_connections: 400,
         max_connections_per_client: 0,
         max_tunnels_per_client: 0,
         tunnel_idle_timeout: None,
@@ -95,6 +96,54 @@ async fn an_idle_connection_is_dropped_as_soon_as_the_upstream_closes_it() {
         assert_eq!(pool.idle_count(), 1);
         let left = pool.take_available_connection(Instant::now()).unwrap();
         assert!(left.is_reusable(Duration::from_secs(60), Instant::now()));
+    };
+    LocalSet::new().run_until(scenario).await;
+}
+
+#[tokio::test]
+async fn a_connection_that_the_upstream_closed_during_its_use_is_not_kept() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let scenario = async {
+        let address = listener.local_addr().unwrap();
+        let pool = build_pool(UpstreamScheme::Http, address);
+        let connection = open_ready_connection(&pool).await;
+        let (closed, _) = listener.accept().await.unwrap();
+        let mut later = TcpStream::connect(address).await.unwrap();
+        let (mut writer, _) = listener.accept().await.unwrap();
+        drop(closed);
+        writer.write_all(b"x").await.unwrap();
+        // This event comes after that of the closed connection.
+        later.read_u8().await.unwrap();
+        pool.return_connection(connection);
+        assert_eq!(pool.idle_count(), 0);
+    };
+    LocalSet::new().run_until(scenario).await;
+}
+
+/// One poll of a task notices at most 128 of them.
+#[tokio::test]
+async fn many_idle_connections_are_dropped_as_soon_as_the_upstream_closes_them() {
+    const COUNT: usize = 300;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let scenario = async {
+        let pool = build_pool(UpstreamScheme::Http, listener.local_addr().unwrap());
+        let (mut connections, mut accepted) = (Vec::new(), Vec::new());
+        for _ in 0..COUNT {
+            connections.push(open_ready_connection(&pool).await);
+            accepted.push(listener.accept().await.unwrap());
+        }
+        for connection in connections {
+            pool.return_connection(connection);
+        }
+        assert_eq!(pool.idle_count(), COUNT);
+        drop(accepted);
+        let dropped = async {
+            while pool.idle_count() > 0 {
+                yield_now().await;
+            }
+        };
+        // Well before the next sweep.
+        timeout(Duration::from_secs(2), dropped).await.unwrap();
     };
     LocalSet::new().run_until(scenario).await;
 }

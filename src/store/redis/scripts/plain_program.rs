@@ -1,6 +1,6 @@
 //! Programs that admit ordinary requests in straight code ([`plain.lua`](../plain.lua)).
 
-use super::{LuaProgram, has_options, letter_and_flags, strip_source};
+use super::{ALGORITHM_SOURCES, LuaProgram, has_options, letter_and_flags, strip_source};
 use crate::limiter::{Algorithm, Charge};
 use smallvec::SmallVec;
 
@@ -74,17 +74,15 @@ impl PlainRule {
         }
     }
 
+    /// The file with the sections of the rule: that of the first flag.
     fn source(self) -> &'static str {
-        match self {
-            Self::Log => include_str!("../../../limiter/sliding_log.lua"),
-            Self::SubWindows => include_str!("../../../limiter/sliding_window.lua"),
-            Self::Window => include_str!("../../../limiter/fixed_window.lua"),
-            Self::Bucket | Self::Queue => include_str!("../../../limiter/token_bucket.lua"),
-        }
+        let (_, flags) = letter_and_flags(self.algorithm());
+        let file = ALGORITHM_SOURCES.get(flags.trailing_zeros() as usize);
+        file.copied().unwrap_or_default()
     }
 
-    /// The text of a section for the charge with this number, counted from 1, whose cost is the
-    /// argument `first`.
+    /// The text of a section for one charge. `number` counts the charges from 1; the cost is the
+    /// argument `first`, and the other numbers of the charge follow.
     fn section(self, name: &str, number: usize, first: usize) -> String {
         let argument = |nth: usize| format!("ARGV[{}]", first + nth);
         let slack = match self {

@@ -20,7 +20,7 @@ const OVERRIDE_EXPIRES: i64 = -4;
 /// In a reply: the value at the key of the override is no override.
 const FOREIGN_OVERRIDE: i64 = -5;
 
-/// The smallest value of a window whose start and units are one number.
+/// The smallest number in which Redis stores the start and the units of a window.
 const MIN_WINDOW_VALUE: u64 = 1_000_000_000_000_000;
 
 /// Before the value of a fixed window, in a dated reply.
