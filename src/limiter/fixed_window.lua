@@ -9,22 +9,23 @@
 -- section: plain alone
 -- Charges a window that has begun with one command, or begins one. No window of today starts before
 -- 10^15 us, in 2001.
+-- ARGV: capacity, period in us, then what differs from offset 0, cost 1 and, as in plain.lua, no time.
 -- Reply: the value, if units remain; the window is known from it.
 do
-  local try, key, cost, now, offset = redis.pcall, KEYS[1], ARGV[2], ARGV[1], ARGV[5] or 0
+  local try, key, cost, now, offset = redis.pcall, KEYS[1], ARGV[4] or '1', ARGV[5] or '', ARGV[3] or 0
   local value = try('INCRBY', key, cost)
   if type(value) == 'number' then
-    local used, is_new = (value - offset) % ARGV[4], value < 1000000000000000
+    local used, is_new = (value - offset) % ARGV[2], value < 1000000000000000
     if now == '' then
-      if used < ARGV[3] + 0 and not is_new and value <= 9007199254740992 then return value end
+      if used < ARGV[1] + 0 and not is_new and value <= 9007199254740992 then return value end
       now = try('TIME')
       now = (now[1] or 0) * 1000000 + (now[2] or 0)
     else
       now = now + 0
     end
-    local capacity, per = ARGV[3] + 0, ARGV[4] + 0
+    local capacity, per = ARGV[1] + 0, ARGV[2] + 0
     local start = now - (now - offset) % per
-    if not is_new and (ARGV[1] == '' or start == value - used) then
+    if not is_new and (not ARGV[5] or start == value - used) then
       start = value - used
       if used <= capacity and value <= 9007199254740992 then
         -- The window may have ended since the key was read.
@@ -41,6 +42,7 @@ do
     if value == cost + 0 then try('PEXPIREAT', key, '1') else try('DECRBY', key, cost) end
   end
 end
+local ARGV = { ARGV[5] or '', ARGV[4] or '1', ARGV[1], ARGV[2], ARGV[3] or 0 }
 -- end section
 
 -- section: plain check

@@ -185,9 +185,14 @@ impl DecisionBatch {
             for charge in &request.charges {
                 command.write_arg(text(&charge.key_range));
             }
+            if let ([PlainRule::Window], [charge]) = (&rules[..], &request.charges[..]) {
+                let text = text(&charge.argument_range);
+                scripts::push_lone_window_arguments(&mut command, text, time_us);
+                return command;
+            }
             scripts::push_time_argument(&mut command, time_us);
             for (charge, rule) in request.charges.iter().zip(&rules) {
-                let arguments = rule.arguments(text(&charge.argument_range), rules.len() == 1);
+                let arguments = rule.arguments(text(&charge.argument_range));
                 arguments.for_each(|argument| command.write_arg(argument));
             }
             return command;

@@ -12,7 +12,7 @@ use redis::{Arg, Cmd, RedisWrite};
 use std::sync::OnceLock;
 
 pub(super) use counter_key::push_hex_id;
-pub(super) use plain_program::{PlainRule, PlainRules};
+pub(super) use plain_program::{PlainRule, PlainRules, push_lone_window_arguments};
 pub(super) use reply::{CallerPosition, ServerClock, parse_now_us};
 
 /// A script and its SHA-1 digest for EVALSHA.

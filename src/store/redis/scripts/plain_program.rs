@@ -2,6 +2,7 @@
 
 use super::{ALGORITHM_SOURCES, LuaProgram, has_options, letter_and_flags, strip_source};
 use crate::limiter::{Algorithm, Charge};
+use redis::{Cmd, RedisWrite};
 use smallvec::SmallVec;
 
 /// The most charges of one request that a plain program admits.
@@ -99,17 +100,11 @@ impl PlainRule {
             .replace("SLACK", &slack)
     }
 
-    /// Writes the arguments of a charge from the text that the general program reads. Alone, the
-    /// offset of a window is left out if it is 0.
-    pub(crate) fn arguments(self, text: &[u8], is_alone: bool) -> impl Iterator<Item = &[u8]> {
+    /// The arguments of a charge, from the text that the general program reads.
+    pub(crate) fn arguments(self, text: &[u8]) -> impl Iterator<Item = &[u8]> {
         // Without the letter of the algorithm, and the number and the options of the policy.
         let numbers = text.split(|byte| b" +".contains(byte)).skip(2);
-        let has_parameter = match self {
-            Self::Log => false,
-            Self::Window => !(is_alone && text.ends_with(b" 0")),
-            Self::SubWindows | Self::Bucket | Self::Queue => true,
-        };
-        numbers.take(if has_parameter { usize::MAX } else { 3 })
+        numbers.take(self.argument_count())
     }
 
     fn argument_count(self) -> usize {
@@ -128,8 +123,7 @@ impl PlainRule {
         let last = first + 3;
         let parameters = match self {
             Self::Log => "0".to_owned(),
-            Self::Window => format!("' .. (ARGV[{last}] or 0) .. '"),
-            Self::SubWindows | Self::Bucket => format!("' .. ARGV[{last}] .. '"),
+            Self::SubWindows | Self::Window | Self::Bucket => format!("' .. ARGV[{last}] .. '"),
             Self::Queue => format!("' .. ARGV[{last}] .. '+' .. ARGV[{}] .. '", last + 1),
         };
         format!(
@@ -138,6 +132,26 @@ impl PlainRule {
             first + 2
         )
     }
+}
+
+/// Writes the arguments of a window that is alone, from the text that the general program reads.
+pub(crate) fn push_lone_window_arguments(command: &mut Cmd, text: &[u8], time_us: Option<u64>) {
+    let numbers: SmallVec<[&[u8]; 4]> = PlainRule::Window.arguments(text).collect();
+    let [cost, capacity, per, offset] = numbers[..] else {
+        return;
+    };
+    let time = time_us.map(|us| us.to_string()).unwrap_or_default();
+    let optional: [(&[u8], &[u8]); 3] = [(offset, b"0"), (cost, b"1"), (time.as_bytes(), b"")];
+    let is_given = |(value, default): &(&[u8], &[u8])| value != default;
+    let given_count = optional
+        .iter()
+        .rposition(is_given)
+        .map_or(0, |last| last + 1);
+    let given = optional.iter().take(given_count).map(|(value, _)| *value);
+    [capacity, per]
+        .into_iter()
+        .chain(given)
+        .for_each(|argument| command.write_arg(argument));
 }
 
 /// The position of a plain program among [`PLAIN_PROGRAM_COUNT`].

@@ -181,28 +181,31 @@ fn only_ordinary_requests_have_plain_arguments() {
         },
         ..LOG_LIMIT
     };
-    let words = |request: &[PolicyCharges<'_>]| {
-        let words = command_words(&script.decide_command(request, None));
+    let words_at = |request: &[PolicyCharges<'_>], time_us| {
+        let words = command_words(&script.decide_command(request, time_us));
         let keys: usize = words[0].parse().unwrap();
-        words[keys + 2..].join(" ")
+        words[keys + 1..].join(" ")
     };
+    let words = |request: &[PolicyCharges<'_>]| words_at(request, None);
     let charge = |limit, key| one_unit_charge(limit, key);
-    assert_eq!(words(&[charge(&window, &key)]), "1 5 1000000");
+    let window_charge = charge(&window, &key);
+    assert_eq!(words(std::slice::from_ref(&window_charge)), "5 1000000");
+    assert_eq!(words(&[window_charge.with_cost(3)]), "5 1000000 0 3");
+    let at = words_at(std::slice::from_ref(&window_charge), Some(7));
+    assert_eq!(at, "5 1000000 0 1 7");
+    // The first argument is the time.
     assert_eq!(
-        words(&[
-            charge(&window, &key).with_cost(3),
-            charge(&LOG_LIMIT, &other)
-        ]),
-        "3 5 1000000 0 1 5 1000000"
+        words(&[window_charge.with_cost(3), charge(&LOG_LIMIT, &other)]),
+        " 3 5 1000000 0 1 5 1000000"
     );
-    assert_eq!(words(&[charge(&queue, &key)]), "1 3 1000000 5 5");
+    assert_eq!(words(&[charge(&queue, &key)]), " 1 3 1000000 5 5");
     let shadow = PolicyCharges {
         shadow: true,
         ..charge(&LOG_LIMIT, &other)
     };
     assert_eq!(
         words(&[charge(&LOG_LIMIT, &key), shadow]),
-        "l 0 1 5 1000000 0 l 41 1 5 1000000 0"
+        " l 0 1 5 1000000 0 l 41 1 5 1000000 0"
     );
     for general in [
         charge(&LOG_LIMIT, &key).with_cost(2),
@@ -211,10 +214,10 @@ fn only_ordinary_requests_have_plain_arguments() {
         charge(&window, &key).with_estimate(),
     ] {
         let words = words(std::slice::from_ref(&general));
-        assert!(words.starts_with(['l', 'w']), "{words}");
+        assert!(words.trim_start().starts_with(['l', 'w']), "{words}");
     }
     let five: Vec<_> = (0..5).map(|_| charge(&window, &key)).collect();
-    assert!(words(&five).starts_with("w 0 1 5"));
+    assert!(words(&five).starts_with(" w 0 1 5"));
 }
 
 #[test]
