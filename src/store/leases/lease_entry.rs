@@ -71,7 +71,7 @@ pub(super) struct LeasePermit {
     pub expires_at: ClockReading,
     /// Lower bound of the store's clock at the issue (µs).
     pub store_now_us: u64,
-    /// Status of each limit; `remaining` is a lower bound.
+    /// Status of each limit. `remaining` lacks what other instances did since the last grant.
     pub statuses: SmallVec<[LimitStatus; 2]>,
 }
 
