@@ -16,42 +16,45 @@ ARG TARGETARCH
 # musl and a linker. Without __DATE__ and __TIME__, mimalloc embeds no build time, and the build is reproducible.
 RUN dpkg --add-architecture "$TARGETARCH" \
  && apt-get update \
- && apt-get install -y --no-install-recommends ca-certificates clang llvm "musl-dev:$TARGETARCH" \
+ && apt-get install -y --no-install-recommends ca-certificates clang llvm "musl-dev:$TARGETARCH" python3 redis-server \
  && rm -rf /var/lib/apt/lists/* \
  && case "$TARGETARCH" in amd64) cpu=x86_64 ;; arm64) cpu=aarch64 ;; *) exit 1 ;; esac \
  && rustup target add "$cpu-unknown-linux-musl" \
+ && rustup component add llvm-tools \
  && no_time='-Wno-builtin-macro-redefined -D__DATE__=\"\" -D__TIME__=\"\"' \
  && printf '%s\n' >"$CARGO_HOME/config.toml" \
     '[build]' \
     "target = \"$cpu-unknown-linux-musl\"" \
     '[target.'"$cpu"'-unknown-linux-musl]' \
     'linker = "rust-lld"' \
-    'rustflags = ["-Clinker-flavor=ld.lld", "-Clink-self-contained=yes", "-Clink-arg=-zpack-relative-relocs"]' \
     '[env]' \
     'TARGET_CC = "clang"' \
     'TARGET_AR = "llvm-ar"' \
     "TARGET_CFLAGS = \"--target=$cpu-linux-musl -nostdlibinc -isystem /usr/include/$cpu-linux-musl $no_time\""
+ENV RUSTFLAGS="-Clinker-flavor=ld.lld -Clink-self-contained=yes -Clink-arg=-zpack-relative-relocs"
 
 
 FROM toolchain AS build
 
 WORKDIR /src
 
-# Dependencies are built first, with empty sources, so that this layer is rebuilt only when they change.
+# Dependencies are built first, with empty sources and instrumented for the training run, so that this layer is rebuilt
+# only when they change.
 # Cargo requires a file for every target in Cargo.toml.
 COPY Cargo.toml Cargo.lock ./
 RUN mkdir -p src benches \
  && sed -n '/^\[\[bench\]\]$/,/^name/s/^name = "\(.*\)"$/\1/p' Cargo.toml | while read -r name; do touch "benches/$name.rs"; done \
  && touch src/lib.rs \
  && echo 'fn main() {}' > src/main.rs \
- && cargo build --profile dist --locked \
+ && RUSTFLAGS="$RUSTFLAGS -Cprofile-generate" cargo build --profile dist --locked --target-dir target/instrumented \
  && rm -r src
 
 # The sources must be newer than the build above, otherwise Cargo reuses the result of the empty sources.
 COPY build.rs config.toml ./
+COPY packaging/build.sh packaging/train.py ./packaging/
 COPY src ./src
 RUN find src -type f -exec touch {} + \
- && cargo build --profile dist --locked \
+ && packaging/build.sh "$(sed -n 's/^target = "\(.*\)"$/\1/p' "$CARGO_HOME/config.toml")" \
  && mkdir /image \
  && cp target/*-unknown-linux-musl/dist/tidegate /image/tidegate \
  && cp /etc/ssl/certs/ca-certificates.crt /image/

@@ -139,7 +139,7 @@ prove: ## One minute each: two proxies share an exact limit and use it up; three
 	$(call need,redis-server,on Debian: apt-get install redis-server)
 	TIDEGATE_TEST_SECONDS=60 cargo test --locked --test it -- --nocapture shared_redis three_proxies_keep
 
-# The build is reproducible in any folder; docs/CONTRIBUTING.md lists what it depends on.
+# With the same profile the build is reproducible in any folder; docs/CONTRIBUTING.md lists what it depends on.
 # Relocations are packed because they take 5 % of a position-independent binary.
 STATIC := $(shell uname -m)-unknown-linux-musl
 FOLDERS := $(CURDIR)=/src $(abspath $(or $(CARGO_TARGET_DIR),target))=/src/target $(or $(CARGO_HOME),$(HOME)/.cargo)=/cargo
@@ -150,12 +150,12 @@ NO_TIME := -Wno-builtin-macro-redefined -D__DATE__="" -D__TIME__=""
 CARGO ?= cargo
 
 .PHONY: dist
-dist: ## Build the static binary to ship, reproducibly: target/dist/tidegate
+dist: ## Build the static binary to ship, with a profile from a training run or PROFILE=FILE: target/dist/tidegate
 	$(call need,musl-gcc,on Debian: apt-get install musl-tools)
 	@rustc --print target-libdir --target $(STATIC) | xargs test -d || { echo "make: rustup target add $(STATIC)" >&2; exit 1; }
 	CFLAGS='$(addprefix -ffile-prefix-map=,$(FOLDERS)) $(NO_TIME)' \
 	RUSTFLAGS="$(addprefix --remap-path-prefix=,$(FOLDERS)) -Clink-arg=-Wl,-z,pack-relative-relocs" \
-	  $(CARGO) build --profile dist --locked --target $(STATIC)
+	CARGO='$(CARGO)' PROFILE='$(PROFILE)' packaging/build.sh $(STATIC)
 	@built=$${CARGO_TARGET_DIR:-target}; install -D "$$built/$(STATIC)/dist/tidegate" "$$built/dist/tidegate"; \
 	sha256sum "$$built/dist/tidegate"
 

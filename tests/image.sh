@@ -38,7 +38,7 @@ echo "dependency layer"
 # The empty files of the Dockerfile satisfy Cargo.
 mkdir "$dir/stub"
 cp Cargo.toml Cargo.lock "$dir/stub/"
-sed -n '/^RUN mkdir -p src benches/,/ && cargo build/p' Dockerfile | sed '1s/^RUN //; $d; s/\\$//' >"$dir/stub.sh"
+sed -n '/^RUN mkdir -p src benches/,/ cargo build/p' Dockerfile | sed '1s/^RUN //; $d; s/\\$//' >"$dir/stub.sh"
 (cd "$dir/stub" && sh -eu <(tr '\n' ' ' <"$dir/stub.sh"))
 # This binary does not exist, but Cargo reports missing files first.
 (cd "$dir/stub" && cargo build --locked --offline --bin none 2>&1 || true) >"$dir/output"
