@@ -218,11 +218,15 @@ struct SharedState {
 
 impl SharedState {
     fn new(config: &Config, tracer: Option<Tracer>) -> Result<Self, UpstreamUrlError> {
-        let (table, metrics) = (Arc::clone(&config.policy_table), new_metrics(config));
+        let (metrics, workers) = (new_metrics(config), config.listen.threads);
         Ok(Self {
-            upstream: UpstreamSharedState::new(config.upstream.clone(), config.listen.threads)?,
+            upstream: UpstreamSharedState::new(config.upstream.clone(), workers)?,
             store_backend: StoreBackend::new(&config.store),
-            active_policies: ActivePolicies::new(table, Arc::clone(&metrics)),
+            active_policies: ActivePolicies::new(
+                &config.policy_table,
+                Arc::clone(&metrics),
+                workers,
+            ),
             policy_descriptions: ArcSwap::from_pointee(config.policy_descriptions.clone()),
             metrics,
             tracer,
@@ -288,7 +292,7 @@ async fn build_service(
 ) -> Rc<ProxyService> {
     let metrics = shared.metrics.worker_metrics(worker);
     let enforcer = Enforcer::new(
-        shared.active_policies.clone(),
+        shared.active_policies.for_worker(worker),
         shared.store_backend.open_for_worker().await,
         Arc::clone(&metrics),
     );

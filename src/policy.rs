@@ -20,6 +20,7 @@ mod named_limit;
 mod part_values;
 pub mod path;
 mod path_pattern;
+mod policy_index;
 #[cfg(any(test, fuzzing))]
 pub mod properties;
 mod quota;

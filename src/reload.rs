@@ -261,8 +261,7 @@ impl ConfigReloader {
         );
         // First, because the new table may read keys of tokens that were fetched before.
         (self.publish)(&config);
-        self.active_policies
-            .activate_table(Arc::clone(&config.policy_table));
+        self.active_policies.activate_table(&config.policy_table);
         let (generation, pending_restart) = {
             let mut status = self.status.lock();
             status.record_applied(&config, &self.restart_only);

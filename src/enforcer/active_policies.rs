@@ -7,10 +7,12 @@ use crate::telemetry::metrics::{Metrics, PolicyCounters, WorkerMetrics};
 use arc_swap::ArcSwap;
 use std::sync::Arc;
 
-/// Publishes policy tables to requests. Cheap to clone.
+/// Publishes policy tables to the requests of one worker. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct ActivePolicies {
     snapshot: Arc<ArcSwap<PolicySnapshot>>,
+    /// One for each worker, so that requests of several workers share no reference count.
+    snapshots: Arc<[Arc<ArcSwap<PolicySnapshot>>]>,
     metrics: Arc<Metrics>,
 }
 
@@ -20,6 +22,8 @@ pub struct ActivePolicies {
 /// table, under a lock; a request finds them by the policy's index. The table itself has no
 /// counters, because matching and metrics are separate concerns.
 #[derive(Debug)]
+// Keeps the reference counts of two workers out of one cache line, or pair of lines.
+#[repr(align(128))]
 pub struct PolicySnapshot {
     pub table: Arc<PolicyTable>,
     /// In the order of the table's policies.
@@ -27,17 +31,31 @@ pub struct PolicySnapshot {
 }
 
 impl ActivePolicies {
-    pub fn new(table: Arc<PolicyTable>, metrics: Arc<Metrics>) -> Self {
+    /// The policies of `workers` workers, as the first one has them.
+    pub fn new(table: &Arc<PolicyTable>, metrics: Arc<Metrics>, workers: usize) -> Self {
+        let snapshot = |_| Arc::new(ArcSwap::from_pointee(PolicySnapshot::new(table, &metrics)));
+        let snapshots: Arc<[_]> = (0..workers).map(snapshot).collect();
         Self {
-            snapshot: Arc::new(ArcSwap::from_pointee(PolicySnapshot::new(table, &metrics))),
+            snapshot: snapshots.first().map_or_else(|| snapshot(0), Arc::clone),
+            snapshots,
             metrics,
         }
     }
 
-    /// Activates a table. Requests in flight keep the previous table.
-    pub fn activate_table(&self, table: Arc<PolicyTable>) {
-        self.snapshot
-            .store(Arc::new(PolicySnapshot::new(table, &self.metrics)));
+    /// The same policies for another worker.
+    pub fn for_worker(&self, worker: usize) -> Self {
+        let mut other = self.clone();
+        if let Some(snapshot) = self.snapshots.get(worker) {
+            other.snapshot = Arc::clone(snapshot);
+        }
+        other
+    }
+
+    /// Activates a table for all workers. Requests in flight keep the previous table.
+    pub fn activate_table(&self, table: &Arc<PolicyTable>) {
+        for snapshot in &*self.snapshots {
+            snapshot.store(Arc::new(PolicySnapshot::new(table, &self.metrics)));
+        }
     }
 
     pub fn load_snapshot(&self) -> Arc<PolicySnapshot> {
@@ -46,9 +64,10 @@ impl ActivePolicies {
 }
 
 impl PolicySnapshot {
-    fn new(table: Arc<PolicyTable>, metrics: &Metrics) -> Self {
+    fn new(table: &Arc<PolicyTable>, metrics: &Metrics) -> Self {
         let counters = metrics
             .get_or_create_policy_counters(table.policies().iter().map(|policy| &*policy.name));
+        let table = Arc::clone(table);
         Self { table, counters }
     }
 

@@ -122,7 +122,7 @@ impl EnforcerFixture {
             clock,
         );
         let metrics = Metrics::new(1, MetricLabels::default());
-        let live = ActivePolicies::new(table.into(), Arc::clone(&metrics));
+        let live = ActivePolicies::new(&table.into(), Arc::clone(&metrics), 1);
         let enforcer = Enforcer::new(
             live,
             Store::Memory(Arc::new(memory)),

@@ -1,12 +1,11 @@
 //! The compiled, immutable table of policies. A reload replaces the table as a whole.
 
-use super::coverage::{find_rarest_conditions, required_values};
-use super::matcher::RequiredValue;
+use super::policy_index::PolicyIndex;
 use super::{
     CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
-    PolicyAction, PolicyMode, ValueCondition, client, jwt, path, path_pattern::PathIndex,
+    PolicyAction, PolicyMode, ValueCondition, client, jwt, path,
 };
-use foldhash::{HashMap, HashSet};
+use foldhash::HashSet;
 use http::{HeaderMap, HeaderName};
 use indexmap::IndexSet;
 use smallvec::SmallVec;
@@ -162,12 +161,9 @@ impl PolicyTable {
     /// The matching policies in the order of their application, each with its index in
     /// [`PolicyTable::policies`]. Includes policies for which [`Policy::find_ambiguity`] finds one.
     pub fn matching_policies(&self, facts: &Facts<'_>) -> MatchingPolicies<'_> {
-        let positions = self
-            .policy_index
-            .find_candidates(facts)
+        let candidates = self.policy_index.find_candidates(facts);
+        candidates
             .into_iter()
-            .filter_map(|index| usize::try_from(index).ok());
-        positions
             .filter_map(|index| Some((index, self.policies.get(index)?)))
             .filter(|(_, policy)| {
                 policy.first_unmet_condition(facts).is_none()
@@ -288,76 +284,6 @@ fn parts_read_by(policy: &Policy) -> Vec<&KeyPart> {
         parts.extend(quota.key.sources().chain(amounts.map(|one| &one.field)));
     }
     parts
-}
-
-/// Finds the few candidate policies for a request or descriptor by path, and by one value of a
-/// part. The caller checks the remaining conditions.
-#[derive(Debug, Default)]
-struct PolicyIndex {
-    by_part: HashMap<KeyPart, HashMap<Box<[u8]>, PathIndex>>,
-    unindexed: PathIndex,
-}
-
-impl PolicyIndex {
-    /// Indexes each policy by the exact condition that it shares with the fewest policies.
-    /// Thousands of policies may share a host and differ in a header, or share a header and differ
-    /// in the host.
-    fn from_policies(policies: &[Policy]) -> Self {
-        let conditions = policies.iter().map(|policy| {
-            let mut conditions = required_values(&policy.matcher);
-            conditions.retain(|values| values.iter().all(is_found_in_facts));
-            conditions
-        });
-        let rarest = find_rarest_conditions(conditions.collect());
-        let mut index = Self::default();
-        for (id, (policy, values)) in (0..).zip(policies.iter().zip(rarest)) {
-            let patterns = policy.matcher.path_patterns();
-            let Some(values) = values else {
-                index.unindexed.insert(patterns, id);
-                continue;
-            };
-            for value in values {
-                if let RequiredValue::Value(part, value) = value {
-                    let by_value = index.by_part.entry(part.clone()).or_default();
-                    let candidates = by_value.entry(value.as_bytes().into()).or_default();
-                    candidates.insert(patterns, id);
-                }
-            }
-        }
-        index
-    }
-
-    /// The ids of the candidates in ascending order, without duplicates.
-    fn find_candidates(&self, facts: &Facts<'_>) -> SmallVec<[u32; 16]> {
-        let mut found = SmallVec::new();
-        let mut add = |candidates: &PathIndex| {
-            for path in facts.paths.iter() {
-                candidates.find_matches(path, &mut found);
-            }
-        };
-        add(&self.unindexed);
-        for (part, by_value) in &self.by_part {
-            part.read_values(facts, |values| {
-                let candidates = values.filter_map(|value| by_value.get(&*value));
-                candidates.for_each(&mut add);
-            });
-        }
-        found.sort_unstable();
-        found.dedup();
-        found
-    }
-}
-
-/// Whether [`PolicyIndex`] looks up the value in a request or descriptor.
-fn is_found_in_facts(value: &RequiredValue<'_>) -> bool {
-    match value {
-        RequiredValue::Value(KeyPart::Host, name) => !name.starts_with('.'),
-        RequiredValue::Value(part, _) => matches!(
-            part,
-            KeyPart::Header(_) | KeyPart::DescriptorEntry(_) | KeyPart::DescriptorDomain
-        ),
-        _ => false,
-    }
 }
 
 impl PolicyTable {
@@ -680,5 +606,29 @@ mod tests {
         assert!(table.reads_header(&"x-internal".parse().unwrap()));
         assert!(table.reads_header(&"x-forwarded-for".parse().unwrap()));
         assert!(!table.reads_header(&"accept".parse().unwrap()));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn the_index_finds_the_same_patterns_as_a_scan(
+            patterns in proptest::collection::vec("/([ab*]|\\{x\\})(/([ab*]|\\{x\\})){0,3}(/\\*\\*)?", 1..12),
+            policies in 1..12_usize,
+            path in "/[ab](/[abc]){0,4}",
+        ) {
+            let patterns: Vec<&str> = patterns.iter().map(String::as_str).collect();
+            let patterns = patterns.chunks(patterns.len().div_ceil(policies)).enumerate();
+            let policies = patterns.map(|(n, all)| make_policy(&n.to_string(), PolicyAction::Deny, all));
+            let table = make_table(policies.collect());
+            let (paths, headers) = (
+                PathInterpretations::parse(&path, &PATH_SETTINGS).unwrap(),
+                HeaderMap::new(),
+            );
+            let facts = make_facts("h", &paths, &headers);
+            let applies = |policy: &&Policy| policy.matcher.path_patterns().iter().any(|one| one.matches(&path));
+            let scanned: Vec<_> = table.policies().iter().filter(applies).map(|one| &one.name).collect();
+            let found = table.matching_policies(&facts);
+            let found: Vec<_> = found.iter().map(|(_, policy)| &policy.name).collect();
+            proptest::prop_assert_eq!(found, scanned);
+        }
     }
 }

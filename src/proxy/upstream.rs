@@ -179,7 +179,7 @@ impl UpstreamClient {
 
     /// Reads the start of `upload`, if any, and waits for a share of the connections.
     async fn read_ahead_and_wait(
-        &self,
+        self: &Rc<Self>,
         client: IpAddr,
         upload: Option<&RequestBody>,
     ) -> Result<ConnectionShare, UpstreamError> {
@@ -194,7 +194,7 @@ impl UpstreamClient {
     /// Reads the start of the body. Returns a share if that takes longer than [`READ_AHEAD_TIME`]
     /// and few uploads do. Otherwise waits for the start, as long as the client may take for it.
     async fn read_ahead(
-        &self,
+        self: &Rc<Self>,
         body: &RequestBody,
     ) -> Result<Option<ConnectionShare>, UpstreamError> {
         let share = async {

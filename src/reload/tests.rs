@@ -91,8 +91,9 @@ impl ReloaderFixture {
         };
         let config = config::load(&sources).unwrap();
         let active_policies = ActivePolicies::new(
-            Arc::clone(&config.policy_table),
+            &config.policy_table,
             Metrics::new(0, MetricLabels::default()),
+            1,
         );
         Self {
             reloader: ConfigReloader::new(

@@ -271,7 +271,7 @@ fn build_state(
         network.time.steps.clone(),
     );
     let metrics = Metrics::new(scenario.workers, MetricLabels::default());
-    let policies = ActivePolicies::new(Arc::clone(&config.policy_table), Arc::clone(&metrics));
+    let policies = ActivePolicies::new(&config.policy_table, Arc::clone(&metrics), 1);
     let leases = Arc::new(LeasePool::new(clock.clone()));
     let (memory, redis) = match config.store {
         StoreSettings::Memory(settings) => {

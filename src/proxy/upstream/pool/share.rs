@@ -5,13 +5,12 @@
 //! `docs/decisions/0020-upstream-connections.md`.
 
 use std::net::{IpAddr, Ipv6Addr};
-use std::sync::Arc;
+use std::rc::Rc;
 use std::sync::atomic::Ordering;
 use tokio::time::timeout;
 
 use super::{QueueSlotGuard, UpstreamClient};
 use crate::proxy::client_counts::ClientCountGuard;
-use crate::proxy::upstream::UpstreamSharedState;
 use crate::proxy::upstream_error::UpstreamError;
 
 /// Smallest `max_connections` that is divided into shares.
@@ -21,14 +20,15 @@ const MIN_SHARED_CONNECTIONS: usize = 4;
 /// address, which is of multicast.
 const SLOW_UPLOADS: IpAddr = IpAddr::V6(Ipv6Addr::new(0xff00, 0, 0, 0, 0, 0, 0, 0));
 
-/// The right of one request to use a connection.
+/// The right of one request to use a connection. Refers to the worker's client, so that requests of
+/// several workers share no reference count.
 #[derive(Debug)]
 pub(crate) enum ConnectionShare {
     /// Connections are not shared out.
     Unlimited,
-    FirstHalf(Arc<UpstreamSharedState>),
+    FirstHalf(Rc<UpstreamClient>),
     /// Counts a connection of the second half for its client.
-    SecondHalf(Arc<UpstreamSharedState>, Option<ClientCountGuard>),
+    SecondHalf(Rc<UpstreamClient>, Option<ClientCountGuard>),
 }
 
 impl UpstreamClient {
@@ -43,7 +43,7 @@ impl UpstreamClient {
     /// Takes a share for a request of the client. `None` if the client uses its share, and the
     /// first half is in use.
     pub(crate) fn try_take_share(
-        &self,
+        self: &Rc<Self>,
         client: impl FnOnce() -> IpAddr,
     ) -> Option<ConnectionShare> {
         let settings = self.settings();
@@ -53,7 +53,7 @@ impl UpstreamClient {
 
     /// Takes a share of the first half, or one of `limit` shares of the client.
     fn take_share_of(
-        &self,
+        self: &Rc<Self>,
         limit: usize,
         client: impl FnOnce() -> IpAddr,
     ) -> Option<ConnectionShare> {
@@ -67,24 +67,21 @@ impl UpstreamClient {
             .first_half_in_use
             .fetch_update(Ordering::SeqCst, Ordering::SeqCst, take);
         if taken.is_ok() {
-            return Some(ConnectionShare::FirstHalf(Arc::clone(shared)));
+            return Some(ConnectionShare::FirstHalf(Rc::clone(self)));
         }
         let counted = shared.client_connections.try_acquire(client(), limit)?;
-        Some(ConnectionShare::SecondHalf(
-            Arc::clone(shared),
-            Some(counted),
-        ))
+        Some(ConnectionShare::SecondHalf(Rc::clone(self), Some(counted)))
     }
 
     /// Takes a share for an upload whose start did not arrive in time. Besides the first half, all
     /// such uploads have a quarter of the connections.
-    pub(crate) fn try_take_slow_upload_share(&self) -> Option<ConnectionShare> {
+    pub(crate) fn try_take_slow_upload_share(self: &Rc<Self>) -> Option<ConnectionShare> {
         self.take_share_of(self.settings().max_connections / 4, || SLOW_UPLOADS)
     }
 
     /// Waits for a share, in the queue of `max_requests_waiting` and for at most `queue_timeout`.
     pub(crate) async fn wait_for_share(
-        &self,
+        self: &Rc<Self>,
         client: IpAddr,
     ) -> Result<ConnectionShare, UpstreamError> {
         if let Some(share) = self.try_take_share(|| client) {
@@ -111,11 +108,12 @@ impl Drop for ConnectionShare {
         match self {
             Self::Unlimited => {}
             // Any waiting request may be one of the client's.
-            Self::SecondHalf(shared, counted) => {
+            Self::SecondHalf(upstream, counted) => {
                 drop(counted.take());
-                shared.share_freed.notify_waiters();
+                upstream.shared.share_freed.notify_waiters();
             }
-            Self::FirstHalf(shared) => {
+            Self::FirstHalf(upstream) => {
+                let shared = &upstream.shared;
                 shared.first_half_in_use.fetch_sub(1, Ordering::SeqCst);
                 if shared.delayed_requests.load(Ordering::SeqCst) > 0 {
                     shared.share_freed.notify_one();
