@@ -8,6 +8,8 @@
 # missing, or it fails, the build says so and goes on without a profile. Uses CARGO, RUSTFLAGS and CARGO_TARGET_DIR.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# The training ends in order at Ctrl-C, after which bash would go on.
+trap 'exit 130' INT
 
 target=$1
 built=$(realpath -m "${CARGO_TARGET_DIR:-target}")
@@ -41,8 +43,7 @@ train() {
   key=$(cat "$built/instrumented/$target/dist/tidegate" packaging/train.py | sha256sum | cut -c1-16) || return
   if [ ! -f "$profiles/trained-$key" ]; then
     mkdir -p "$profiles" && raw=$(mktemp -d -p "$profiles") || return
-    LLVM_PROFILE_FILE="$raw/%p.profraw" timeout -k 10 300 \
-      packaging/train.py "$built/instrumented/$target/dist/tidegate" >&2 &&
+    LLVM_PROFILE_FILE="$raw/%p.profraw" packaging/train.py "$built/instrumented/$target/dist/tidegate" >&2 &&
       "$profdata" merge -o "$raw/merged" "$raw"/*.profraw &&
       mv "$raw/merged" "$profiles/trained-$key"
     rm -rf "$raw"

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 
-REQUESTS, CONNECTIONS, TIMEOUT_S = 1000, 8, 20
+REQUESTS, CONNECTIONS, TIMEOUT_S, TRAINING_TIMEOUT_S = 1000, 8, 20, 300
 ALGORITHMS = ["sliding_log", "sliding_window", "fixed_window", "token_bucket", "leaky_bucket"]
 TLS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../src/proxy/tests/tls")
 LARGE, UPLOAD = b"x" * 65536, b"x" * 16384
@@ -233,6 +233,8 @@ if sys.argv[1] == "--upstream":
 children = []
 binary = os.path.abspath(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit("train: stopped"))
+signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"train: not done after {TRAINING_TIMEOUT_S} s"))
+signal.alarm(TRAINING_TIMEOUT_S)
 with tempfile.TemporaryDirectory(prefix="tidegate-train-") as scratch:
     os.chdir(scratch)
     try:

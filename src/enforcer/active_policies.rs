@@ -21,7 +21,7 @@ pub struct ActivePolicies {
 /// A reload replaces the table and the counters together. Counters are looked up by name once per
 /// table, under a lock; a request finds them by the policy's index. The table itself has no
 /// counters, because matching and metrics are separate concerns.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 // Keeps the reference counts of two workers out of one cache line, or pair of lines.
 #[repr(align(128))]
 pub struct PolicySnapshot {
@@ -33,10 +33,11 @@ pub struct PolicySnapshot {
 impl ActivePolicies {
     /// The policies of `workers` workers, as the first one has them.
     pub fn new(table: &Arc<PolicyTable>, metrics: Arc<Metrics>, workers: usize) -> Self {
-        let snapshot = |_| Arc::new(ArcSwap::from_pointee(PolicySnapshot::new(table, &metrics)));
-        let snapshots: Arc<[_]> = (0..workers).map(snapshot).collect();
+        let snapshot = PolicySnapshot::new(table, &metrics);
+        let published = |_| Arc::new(ArcSwap::from_pointee(snapshot.clone()));
+        let snapshots: Arc<[_]> = (0..workers).map(published).collect();
         Self {
-            snapshot: snapshots.first().map_or_else(|| snapshot(0), Arc::clone),
+            snapshot: snapshots.first().map_or_else(|| published(0), Arc::clone),
             snapshots,
             metrics,
         }
@@ -53,8 +54,11 @@ impl ActivePolicies {
 
     /// Activates a table for all workers. Requests in flight keep the previous table.
     pub fn activate_table(&self, table: &Arc<PolicyTable>) {
-        for snapshot in &*self.snapshots {
-            snapshot.store(Arc::new(PolicySnapshot::new(table, &self.metrics)));
+        let new = PolicySnapshot::new(table, &self.metrics);
+        let new: Vec<_> = (self.snapshots.iter().map(|_| Arc::new(new.clone()))).collect();
+        // The first worker's last: what the admin port shows applies to all requests.
+        for (snapshot, new) in self.snapshots.iter().zip(new).rev() {
+            snapshot.store(new);
         }
     }
 

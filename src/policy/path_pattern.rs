@@ -6,8 +6,9 @@ use smallvec::SmallVec;
 /// A path pattern. `/a/b` is exact, `{name}` and `*` match one segment, and a final `**` matches
 /// any number of segments.
 ///
-/// It contains a slash and a word for each segment. The words that are no literals contain what no
-/// literal does: normalization escapes backslashes, and other patterns have no `?`.
+/// The text has a slash and a word for each segment, so that a lookup reads one place in memory. The
+/// words [`WILDCARD`], [`CAPTURE`] and [`ANY_SUFFIX`] are no literals: a literal has no `?`, or, if
+/// normalization has decoded one, no backslash.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PathPattern(Box<str>);
 
@@ -41,15 +42,21 @@ impl PathPattern {
             return Err("a path pattern starts with a slash".to_owned());
         };
         let mut words: Vec<&str> = rest.split('/').collect();
+        let matches_any_suffix = words.last() == Some(&"**");
         let ends_with_slash = words.len() > 1 && words.last() == Some(&"");
-        if ends_with_slash && settings.normalize && settings.ignore_trailing_slash {
+        if matches_any_suffix
+            || (ends_with_slash && settings.normalize && settings.ignore_trailing_slash)
+        {
             words.pop();
         }
         let last = words.len().saturating_sub(1);
         let mut text = String::new();
         for (at, word) in words.iter().enumerate() {
             text.push('/');
-            text += &parse_word(word, at == last, settings)?;
+            text += &parse_word(word, at == last && !matches_any_suffix, settings)?;
+        }
+        if matches_any_suffix {
+            text += ANY_PATH;
         }
         Ok(Self(text.into()))
     }
@@ -155,9 +162,6 @@ fn parse_word(word: &str, is_last: bool, settings: &path::Settings) -> Result<Bo
         };
     }
     if word == "**" {
-        if is_last {
-            return Ok(ANY_SUFFIX.into());
-        }
         return Err("** is only allowed at the end".to_owned());
     }
     if word.contains(['*', '{', '}']) {
@@ -278,6 +282,7 @@ mod tests {
         for (text, reason) in [
             ("a", "slash"),
             ("/a/**/b", "only allowed at the end"),
+            ("/a/**/", "only allowed at the end"),
             ("/a*", "whole segment"),
             ("/{}", "no capture"),
             ("/a//b", "merge_slashes"),

@@ -93,7 +93,7 @@ impl ReloaderFixture {
         let active_policies = ActivePolicies::new(
             &config.policy_table,
             Metrics::new(0, MetricLabels::default()),
-            1,
+            2,
         );
         Self {
             reloader: ConfigReloader::new(
@@ -108,20 +108,21 @@ impl ReloaderFixture {
     }
 
     /// Polls the configuration files for `ms` milliseconds. Returns the names of the active
-    /// policies.
+    /// policies, which are those of both workers.
     async fn policies_after_polling(&mut self, ms: u64) -> Vec<String> {
         let end = Instant::now() + Duration::from_millis(ms);
         while Instant::now() < end {
             let pause = self.reloader.check_files();
             tokio::time::sleep(pause.min(end.duration_since(Instant::now()))).await;
         }
-        self.active_policies
-            .load_snapshot()
-            .table
-            .policies()
-            .iter()
-            .map(|policy| policy.name.to_string())
-            .collect()
+        let [first, second] = [0, 1].map(|worker| {
+            let snapshot = self.active_policies.for_worker(worker).load_snapshot();
+            assert_eq!(snapshot.counters().len(), snapshot.table.policies().len());
+            let policies = snapshot.table.policies().iter();
+            policies.map(|policy| policy.name.to_string()).collect()
+        });
+        assert_eq!(first, second);
+        first
     }
 
     fn generation_and_errors(&self) -> (u64, Vec<String>) {
