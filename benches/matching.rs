@@ -94,6 +94,7 @@ fn make_policy_table(conditions: impl Iterator<Item = Matcher>) -> PolicyTable {
         mode: PolicyMode::Enforce,
         is_reported: true,
         on_store_failure: OnStoreFailure::Open,
+        max_scan: 0,
         reject_response: None,
     });
     let client = client::Settings {
@@ -178,6 +179,7 @@ impl BenchRequest {
             client_cert: None,
             has_joined_headers: false,
             is_peer_trusted: false,
+            body: None,
             descriptor: None,
         }
     }

@@ -12,10 +12,12 @@ mod descriptor;
 mod facts;
 mod host_pattern;
 mod json_pointer;
+mod json_scanner;
 pub mod jwt;
 mod key_part;
 mod key_template;
 mod matcher;
+mod media_type;
 mod named_limit;
 mod part_values;
 pub mod path;
@@ -25,6 +27,7 @@ mod policy_index;
 pub mod properties;
 mod quota;
 mod regex_spelling;
+mod request_body;
 mod self_service;
 mod table;
 mod value_checks;
@@ -32,17 +35,22 @@ mod value_hasher;
 mod value_pattern;
 
 pub use cors::CorsOrigins;
-pub use cost::{ActualCostSource, CostSource, CountedStatuses, EstimateCost, HeaderCost};
+pub use cost::{
+    ActualCost, CostSource, CountedStatuses, Estimate, EstimateCost, Factor, FactorsOfRequest,
+    HeaderCost, ReportSource, ReportedUnits, StatedSource, StatedUnits, Weight, WeightsByValue,
+};
 pub use coverage::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;
 pub use facts::Facts;
 pub use host_pattern::HostPattern;
 pub use json_pointer::{JsonPointer, JsonPointerToken, parse_whole_number};
+pub(crate) use json_scanner::JsonPointerScanner;
 pub use key_part::{KeyComponent, KeyPart, is_credential_name};
 pub use key_template::{KeyTemplate, MissingKeyAction};
 pub use matcher::{
     AcceptedEntries, ConditionRegex, Matcher, PartCondition, UnmetCondition, ValueCondition,
 };
+pub use media_type::MediaType;
 pub use named_limit::{AmountSource, NamedLimit, SlotRelease};
 pub use part_values::{KeyContext, KeyValues};
 pub use path_pattern::PathPattern;
@@ -51,6 +59,7 @@ pub use quota::{
     read_request_amounts,
 };
 pub use regex_spelling::accept_marked_letters;
+pub use request_body::{BodyFacts, BodyFormat};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use table::{
     MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,
@@ -76,6 +85,8 @@ pub struct Policy {
     /// Whether responses to clients name the policy and its limits.
     pub is_reported: bool,
     pub on_store_failure: OnStoreFailure,
+    /// Bytes of a request's body that are read at most.
+    pub max_scan: u64,
     /// Response to requests that this policy rejects, instead of the standard response.
     pub reject_response: Option<RejectResponse>,
 }
@@ -150,6 +161,12 @@ impl Policy {
     /// that an ambiguous spelling gains no exemption.
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
+        let skips_unreadable = |quota: &Quota| quota.missing_key == MissingKeyAction::Skip;
+        if (is_exemption || self.quota().is_some_and(skips_unreadable))
+            && self.matcher.unreadable_body_part(facts).is_some()
+        {
+            return Some(UnmetCondition::UnreadableBody);
+        }
         // An app that decodes twice would serve another path than the exempted one.
         if is_exemption && facts.paths.has_nested_escape && self.matcher.reads_path() {
             return Some(UnmetCondition::NestedEscape);
@@ -165,12 +182,26 @@ impl Policy {
         }
     }
 
-    /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter
-    /// or cookie of its conditions differently, and all other conditions hold.
+    /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter or
+    /// cookie of its conditions differently, or the body can't be read and `missing_key` rejects, and
+    /// all other conditions hold.
     pub fn find_ambiguity(&self, facts: &Facts<'_>, checks: ValueChecks) -> Option<KeyError> {
         let matcher = &self.matcher;
         let mut paths = facts.paths.iter();
-        paths.find_map(|path| matcher.find_ambiguity(facts, path, checks))
+        let ambiguity = paths.find_map(|path| matcher.find_ambiguity(facts, path, checks));
+        ambiguity.or_else(|| {
+            let quota = self.quota()?;
+            let part = matcher.unreadable_body_part(facts)?;
+            let rejects = quota.missing_key == MissingKeyAction::Reject
+                && self.first_unmet_condition(facts).is_none();
+            rejects.then(|| KeyError::UnreadableBody(part.to_string()))
+        })
+    }
+
+    /// Whether the policy reads the body of such a request, whose body counts as unreadable.
+    pub fn needs_body(&self, facts: &Facts<'_>) -> bool {
+        let mut paths = facts.paths.iter();
+        paths.any(|path| self.matcher.matches(facts, path))
     }
 }
 

@@ -7,7 +7,7 @@ use super::value_tree::{ValueContent, ValueNode};
 use super::values::format_duration;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    ActualCostSource, CostSource, LimitOverride, MissingKeyAction, NamedLimit, OnStoreFailure,
+    ActualCost, CostSource, LimitOverride, MissingKeyAction, NamedLimit, OnStoreFailure,
     OverrideRule, Policy, PolicyAction, Quota, SlotRelease,
 };
 use std::fmt;
@@ -140,8 +140,8 @@ fn describe_cost(cost: &CostSource) -> String {
             ", cost from header {} ({} to {}; {} if absent)",
             cost.name, cost.min, cost.max, cost.default
         ),
-        CostSource::Estimate(cost) => match (&cost.actual_source, cost.estimate) {
-            (ActualCostSource::Status(counted), estimate) => {
+        CostSource::Estimate(cost) => match (&cost.actual, &cost.estimate) {
+            (ActualCost::Status(counted), estimate) => {
                 format!(", cost {estimate} if the response has status {counted}, else 0")
             }
             (actual, estimate) => {

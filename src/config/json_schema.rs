@@ -56,6 +56,15 @@ impl SchemaTables {
         if std::ptr::eq(table, schema::COST.as_slice()) {
             let kinds = [json!(["header"]), json!(["estimate", "actual"])];
             described.insert("oneOf".to_owned(), require_one_of(kinds));
+        } else if std::ptr::eq(table, schema::ESTIMATE.as_slice()) {
+            let kinds = [
+                json!(["request_json", "default", "max"]),
+                json!(["request_bytes_per_unit"]),
+            ];
+            described.insert("oneOf".to_owned(), require_one_of(kinds));
+        } else if std::ptr::eq(table, schema::ACTUAL.as_slice()) {
+            let kinds = [json!(["response_json"]), json!(["response_header"])];
+            described.insert("oneOf".to_owned(), require_one_of(kinds));
         } else if std::ptr::eq(table, schema::LIMIT.as_slice()) {
             let kinds = [
                 json!(["requests"]),
@@ -95,6 +104,7 @@ impl SchemaTables {
                 json!({ "anyOf": [self.describe_kind(first, path), self.describe_kind(second, path)] })
             }
             ValueKind::Fraction => json!({ "type": "number", "minimum": 0, "maximum": 1 }),
+            ValueKind::Factor => describe_factor(),
             ValueKind::Duration { .. } => json!({ "type": "string", "pattern": DURATION_PATTERN }),
             ValueKind::ByteSize { .. } => json!({ "type": "string", "pattern": SIZE_PATTERN }),
             ValueKind::Keyword([only]) => json!({ "const": only }),
@@ -117,8 +127,16 @@ impl SchemaTables {
             }
             ValueKind::Map(_) | ValueKind::Conditions { .. } => {
                 let condition = self.refer_to_table(&schema::VALUE_CONDITION, "condition");
-                // Claims may also be booleans and numbers.
-                let plain = if path.ends_with(".jwt") {
+                if path.ends_with(".weights") {
+                    return json!({
+                        "type": "object",
+                        "required": ["by", "default"],
+                        "properties": { "by": { "type": "string" } },
+                        "additionalProperties": describe_factor(),
+                    });
+                }
+                // Claims and values of a body may also be booleans and numbers.
+                let plain = if path.ends_with(".jwt") || path.ends_with(".body") {
                     json!({ "type": ["string", "boolean", "integer"] })
                 } else {
                     json!({ "type": "string" })
@@ -145,6 +163,10 @@ impl SchemaTables {
         });
         json!({ "$ref": format!("#/$defs/{name}") })
     }
+}
+
+fn describe_factor() -> Value {
+    json!({ "type": "number", "minimum": -1_000_000, "maximum": 1_000_000 })
 }
 
 fn require_one_of(kinds: [Value; 2]) -> Value {

@@ -200,6 +200,7 @@ fn build_policy(
         mode,
         is_reported: is_reported?,
         on_store_failure,
+        max_scan: reader.read("max_scan")?,
         reject_response,
         // Unwrapped last, so that all errors of the policy are reported before it is dropped.
         action: action?,

@@ -124,6 +124,9 @@ fn format_kind(kind: &ValueKind) -> String {
     match kind {
         ValueKind::Integer { min: i64::MIN, .. } => "a whole number".to_owned(),
         ValueKind::Integer { min, max } => format!("{min}–{}", format_count(*max)),
+        ValueKind::Either(first, _, ValueKind::Either(ValueKind::Table(_), ..)) => {
+            format!("{}, or a table or a list of tables", format_kind(first))
+        }
         ValueKind::Either(first, _, ValueKind::Table(_)) => {
             format!("{}, or a table", format_kind(first))
         }
@@ -132,6 +135,7 @@ fn format_kind(kind: &ValueKind) -> String {
         }
         ValueKind::Bool => "`true`, `false`".to_owned(),
         ValueKind::Fraction => "0.0–1.0".to_owned(),
+        ValueKind::Factor => "-10^6–10^6, at most three decimals".to_owned(),
         ValueKind::Duration { min, max } => format_duration_range(*min, *max),
         ValueKind::ByteSize { min, max: u64::MAX } => format!("{} or more", format_size(*min)),
         ValueKind::ByteSize { min, max } => {

@@ -15,7 +15,7 @@ pub(super) use key::{
     ALGORITHMS, AppliedAt, KeyRequirement, PolicyActionKind, RedisTopologyKind, SchemaKey,
     ValueKind,
 };
-pub(super) use policy::{COST, LIMIT, MATCH, VALUE_CONDITION};
+pub(super) use policy::{ACTUAL, COST, ESTIMATE, LIMIT, MATCH, VALUE_CONDITION};
 
 use crate::telemetry::{AccessLogFilter, LogFormat};
 use crate::text::find_similar;

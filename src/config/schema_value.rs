@@ -7,7 +7,7 @@ use super::value_tree::{ValueContent, ValueNode};
 use super::values;
 use crate::limiter::{Algorithm, CounterScope};
 use crate::policy::path::{EscapedDelimiters, EscapedSlashes, ForwardedPath};
-use crate::policy::{MissingKeyAction, OnStoreFailure, PolicyMode, SlotRelease};
+use crate::policy::{Factor, MissingKeyAction, OnStoreFailure, PolicyMode, SlotRelease};
 use crate::telemetry::{AccessLogFilter, LogFormat};
 use crate::tls::ClientAuth;
 use std::time::Duration;
@@ -39,6 +39,11 @@ schema_values! {
         ValueContent::Float(number) if (0.0..=1.0).contains(number) => Some(*number),
         ValueContent::Integer(0) => Some(0.0),
         ValueContent::Integer(1) => Some(1.0),
+        _ => None,
+    };
+    Factor => |_, content| match content {
+        ValueContent::Float(number) => Factor::from_number(*number),
+        ValueContent::Integer(number) => Factor::from_number(i32::try_from(*number).ok()?.into()),
         _ => None,
     };
     String => |kind, content| match (kind, content.as_str()?) {
@@ -99,7 +104,7 @@ pub(super) fn content_from_text(kind: &ValueKind, text: &str) -> ValueContent {
     let typed = match kind.first() {
         ValueKind::Bool => text.parse().ok().map(ValueContent::Bool),
         ValueKind::Integer { .. } => text.parse().ok().map(ValueContent::Integer),
-        ValueKind::Fraction => text.parse().ok().map(ValueContent::Float),
+        ValueKind::Fraction | ValueKind::Factor => text.parse().ok().map(ValueContent::Float),
         ValueKind::TextList(_) => Some(ValueContent::List(parse_list(text))),
         _ => None,
     };

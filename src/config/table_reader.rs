@@ -233,6 +233,15 @@ impl<'a> TableReader<'a> {
         self.get_items(name).into_iter().filter_map(open).collect()
     }
 
+    /// The table or the tables of a key that may also be a plain value; empty for such a value.
+    pub(super) fn get_nested_tables(&self, name: &str) -> Vec<Self> {
+        match self.get(name).map(|item| &item.value.content) {
+            Some(ValueContent::List(_)) => self.get_tables(name),
+            Some(ValueContent::Table(_)) => self.get_optional_table(name).into_iter().collect(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Reports an error at the value of a key, or at the table if the key is absent.
     pub(super) fn report_error(&self, name: &str, problem: impl Into<String>) {
         self.report(DiagnosticSeverity::Error, name, problem.into());

@@ -269,12 +269,13 @@ impl<'t> ChargePlan<'t> {
         }
         let policies = self.policies_with_statuses(decision);
         let estimates = policies.filter_map(|(planned_policy, statuses)| {
-            let cost = planned_policy.estimate.filter(|_| statuses.is_charged)?;
+            let estimate = planned_policy.estimate.as_ref();
+            let estimate = estimate.filter(|_| statuses.is_charged)?;
             let limits = planned_policy.own.limits.iter().zip(statuses.limits);
             let limits = limits.filter(|(named, _)| !named.limit.algorithm.counts_slots());
             let exhausts_limit = limits.clone().any(|(_, outcome)| {
                 let status = outcome.status;
-                status.is_some_and(|status| status.remaining < cost.estimate)
+                status.is_some_and(|status| status.remaining < planned_policy.cost)
             });
             let counters = limits.map(|(named, outcome)| {
                 let limit = outcome.limit_in_effect(&named.limit);
@@ -289,7 +290,9 @@ impl<'t> ChargePlan<'t> {
                 Some((outcome.limit_in_effect(&named.limit), counted_key?.clone()))
             });
             Some(EstimatedCharge {
-                cost: Arc::clone(cost),
+                cost: Arc::clone(estimate.cost),
+                factors: estimate.factors.clone(),
+                estimate: planned_policy.cost,
                 counters: counters.collect(),
                 counted: response_counters.collect(),
                 settlements: Arc::clone(settlements),

@@ -4,7 +4,9 @@ use crate::limiter::{
     Algorithm, ChargeOutcome, Key, LeaseTerms, Limit, LimitCharge, LimitStatus, PolicyCharges,
     PolicyOutcome,
 };
-use crate::policy::{ClientQuota, EstimateCost, Facts, NamedLimit, OnStoreFailure, SlotRelease};
+use crate::policy::{
+    ClientQuota, EstimateCost, FactorsOfRequest, Facts, NamedLimit, OnStoreFailure, SlotRelease,
+};
 use crate::store::LimitAndKey;
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -46,6 +48,13 @@ impl SlotTerms {
     }
 }
 
+/// An estimate that the response settles.
+#[derive(Clone)]
+pub(super) struct PlannedEstimate<'t> {
+    pub cost: &'t Arc<EstimateCost>,
+    pub factors: Box<FactorsOfRequest>,
+}
+
 /// The charges of one matching policy, for the request's key.
 pub(super) struct PlannedPolicy<'t> {
     pub own: ClientQuota<'t>,
@@ -54,7 +63,7 @@ pub(super) struct PlannedPolicy<'t> {
     pub block: Option<&'t Limit>,
     pub cost: u64,
     /// The cost is an estimate until the response reports the actual one.
-    pub estimate: Option<&'t Arc<EstimateCost>>,
+    pub estimate: Option<PlannedEstimate<'t>>,
     /// The key of the response counters, if only those start the block.
     pub counted_key: Option<Arc<Key>>,
     counts_rejected: bool,
@@ -72,7 +81,10 @@ impl<'t> PlannedPolicy<'t> {
         let response_key = || Arc::new(read.own.key.to_response_counter_key());
         Self {
             cost: quota.cost.compute_units(facts),
-            estimate: quota.cost.as_estimate(),
+            estimate: quota.cost.as_estimate().map(|cost| PlannedEstimate {
+                cost,
+                factors: Box::new(cost.actual.factors_for(facts)),
+            }),
             counted_key: counts_responses.then(response_key),
             counts_rejected: quota.count_rejected,
             lease: quota.lease.filter(|_| read.own.mode.is_enforced()),
@@ -105,8 +117,15 @@ impl<'t> PlannedPolicy<'t> {
     }
 
     /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
-    /// limits decides. (Equal descriptors can carry different limits, too.)
-    pub(super) fn merge(&mut self, other: PlannedPolicy<'t>, cost: u64) {
+    /// limits decides, and the higher cost is settled as its policy says. (Equal descriptors can
+    /// carry different limits, too.)
+    pub(super) fn merge(&mut self, mut other: PlannedPolicy<'t>, cost: u64) {
+        let dearer = if other.cost > self.cost {
+            &mut other
+        } else {
+            &mut *self
+        };
+        let estimate = dearer.estimate.take();
         let mut pairs = self.own.limits.iter().zip(other.own.limits).enumerate();
         if pairs.any(|(index, (own, others))| {
             let other_limit = other.limit_at(index, others);
@@ -114,7 +133,7 @@ impl<'t> PlannedPolicy<'t> {
         }) {
             *self = other;
         }
-        self.cost = cost;
+        (self.cost, self.estimate) = (cost, estimate);
     }
 
     /// A limit of the policy, with the amount that the request states, if any.

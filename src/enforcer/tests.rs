@@ -4,10 +4,10 @@ use crate::clock::{Clock, ManualClock};
 use crate::limiter::{Algorithm, KeyBuilder, KeyOverride, Limit, LimitAmounts, LimitStatus};
 use crate::policy::path::{PathInterpretations, Settings};
 use crate::policy::{
-    ActualCostSource, ClientQuota, CostSource, CountedStatuses, EstimateCost, KeyError, KeyPart,
-    KeyTemplate, LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit,
+    ActualCost, ClientQuota, CostSource, CountedStatuses, Estimate, EstimateCost, KeyError,
+    KeyPart, KeyTemplate, LimitOverride, LimitOverrides, Matcher, MissingKeyAction, NamedLimit,
     OnStoreFailure, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
-    RateLimitHeaderSettings, SlotRelease, ValuePattern, client,
+    RateLimitHeaderSettings, ReportSource, SlotRelease, ValuePattern, Weight, client,
 };
 use crate::store::redis::{
     RedisCredentials, RedisDialer, RedisSettings, RedisStore, RedisTopology, SharedRedisState,
@@ -79,6 +79,7 @@ fn make_policy_by_user(name: &str, requests: u64) -> Policy {
         mode: PolicyMode::Enforce,
         is_reported: true,
         on_store_failure: OnStoreFailure::Open,
+        max_scan: 0,
         reject_response: None,
     }
 }
@@ -156,6 +157,7 @@ impl EnforcerFixture {
             client_cert: None,
             has_joined_headers: false,
             is_peer_trusted: false,
+            body: None,
             descriptor: None,
         };
         let policies = self.enforcer.policy_snapshot();
@@ -588,10 +590,11 @@ fn allow_ends_policy_evaluation_and_deny_charges_nothing() {
 /// A policy with an estimate of 4 units.
 fn make_policy_by_estimate(name: &str, requests: u64) -> Policy {
     let mut policy = make_policy_by_user(name, requests);
-    let actual = ActualCostSource::parse("response_header:x-units").unwrap();
+    let source = ReportSource::parse("response_header:x-units").unwrap();
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
-        estimate: 4,
-        actual_source: actual,
+        estimate: Estimate::Fixed(4),
+        actual: ActualCost::from_source(source, Weight::ONE),
+        slice: None,
     }));
     quota_mut(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
     policy
@@ -699,8 +702,9 @@ fn make_policy_by_responses(name: &str, requests: u64) -> Policy {
     let mut counted = CountedStatuses::default();
     counted.add_text("401").unwrap();
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
-        estimate: 1,
-        actual_source: ActualCostSource::Status(counted),
+        estimate: Estimate::Fixed(1),
+        actual: ActualCost::Status(counted),
+        slice: None,
     }));
     policy
 }

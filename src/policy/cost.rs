@@ -1,9 +1,12 @@
-//! The cost of a request in units, and where a response reports it.
+//! The cost of a request in units: on arrival, and as the response reports it.
 
-use super::Facts;
 use super::json_pointer::{JsonPointer, parse_whole_number};
+use super::json_scanner::BodyValue;
+use super::value_pattern::ValuePattern;
+use super::{Facts, KeyPart, ValueChecks};
 use crate::limiter::MAX_UNITS;
 use http::{HeaderName, StatusCode};
+use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
 
@@ -30,27 +33,100 @@ pub struct HeaderCost {
 /// The cost charged until the response reports the actual cost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EstimateCost {
-    /// At least 1. With an estimate of 0, a client could send unlimited requests before the first
-    /// response.
-    pub estimate: u64,
-    pub actual_source: ActualCostSource,
+    pub estimate: Estimate,
+    pub actual: ActualCost,
+    /// Units of each further charge while the response streams; `None` if it is charged at its end
+    /// (`cut_off`).
+    pub slice: Option<u64>,
 }
 
-/// The place in a response that reports the actual cost: one whole number up to the counter's
-/// maximum. If the number is absent or invalid, the estimate stands.
+/// The units charged on arrival: at least 1. With an estimate of 0, a client could send unlimited
+/// requests before the first response.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Estimate {
+    Fixed(u64),
+    /// The sum of what the request states.
+    Stated(Box<[StatedUnits]>),
+}
+
+/// A part of the estimate that the request states.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StatedUnits {
+    pub source: StatedSource,
+    pub weight: Weight,
+}
+
+/// Where a request states units.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StatedSource {
+    /// A whole number in the body. Larger ones count as `max`, and so does what is not a number or
+    /// can't be read.
+    Json {
+        pointer: JsonPointer,
+        /// Units of a body without the number.
+        default: u64,
+        max: u64,
+    },
+    /// The size of the body: one unit for each of these bytes, rounded up, at most `max`. An
+    /// unknown size counts as `max`.
+    Bytes { bytes_per_unit: u64, max: u64 },
+}
+
+/// What a request really cost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ActualCost {
+    /// The status of the response decides (`count_when`): the estimate if the set contains it, else
+    /// 0.
+    Status(CountedStatuses),
+    /// The weighted sum of the numbers that the response reports. If it reports none of them, the
+    /// estimate stands.
+    Sum(Box<[ReportedUnits]>),
+}
+
+/// A part of the actual cost that the response reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReportedUnits {
+    /// The first source that the response has counts.
+    pub sources: Box<[ReportSource]>,
+    pub weight: Weight,
+}
+
+/// The place in a response that reports units: a whole number up to the counter's maximum.
 #[derive(Clone, Debug, PartialEq, Eq, strum::Display)]
-pub enum ActualCostSource {
+pub enum ReportSource {
     /// A header of the response, or a trailer if the header is absent.
     #[strum(to_string = "header {0}")]
     Header(HeaderName),
     /// A number in the body: in a JSON document, or in the last of several documents that has it
-    /// (lines, or events of a stream).
+    /// (lines, events of a stream, or items of a list).
     #[strum(to_string = "JSON at {0}")]
     Json(JsonPointer),
-    /// The status (`count_when`): the estimate if the set contains it, else 0.
-    #[strum(to_string = "status {0}")]
-    Status(CountedStatuses),
 }
+
+/// How much one unit of a source counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Weight {
+    pub factor: Factor,
+    /// A further factor by a value of the request.
+    pub by: Option<Arc<WeightsByValue>>,
+}
+
+/// A factor in millionths, so that the product of two with three decimals is exact.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Factor(i64);
+
+/// Factors by a value of the request, such as the model in its body.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WeightsByValue {
+    part: KeyPart,
+    /// The first pattern that matches counts.
+    factors: Box<[(ValuePattern, Factor)]>,
+    /// The factor of other values, and of requests without the value.
+    default: Factor,
+}
+
+/// The factors of the parts of an actual cost for one request.
+pub type FactorsOfRequest = SmallVec<[Factor; 2]>;
 
 impl CostSource {
     /// The units that one request costs. A fixed cost is multiplied by the hits of a descriptor.
@@ -70,7 +146,7 @@ impl CostSource {
                     (Some(_), Some(_)) => cost.max,
                 }
             }
-            Self::Estimate(cost) => cost.estimate,
+            Self::Estimate(cost) => cost.estimate.compute_units(facts),
         }
     }
 
@@ -82,37 +158,216 @@ impl CostSource {
         }
     }
 
-    /// The highest cost of a request, or of a descriptor with one hit.
+    /// The highest cost of a request on arrival, or of a descriptor with one hit.
     pub fn max_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
             Self::Header(cost) => cost.default.max(cost.max),
-            Self::Estimate(cost) => cost.estimate,
+            Self::Estimate(cost) => cost.estimate.max_units(),
         }
     }
 
-    /// The lowest cost of a request, or of a descriptor with one hit.
+    /// The lowest cost of a request on arrival, or of a descriptor with one hit.
     pub fn min_units(&self) -> u64 {
         match self {
             Self::Fixed(units) => *units,
             Self::Header(cost) => cost.default.min(cost.min),
-            Self::Estimate(cost) => cost.estimate,
+            Self::Estimate(cost) => match cost.estimate {
+                Estimate::Fixed(units) => units,
+                Estimate::Stated(_) => 1,
+            },
         }
+    }
+
+    /// The parts of requests that the cost reads.
+    pub fn parts(&self) -> impl Iterator<Item = KeyPart> {
+        let cost = self.as_estimate().map(Arc::as_ref);
+        let stated = cost.map_or(&[][..], |cost| cost.estimate.stated());
+        let reported = cost.map_or(&[][..], |cost| cost.actual.reported());
+        let pointers = stated.iter().filter_map(|one| match &one.source {
+            StatedSource::Json { pointer, .. } => Some(KeyPart::Body(pointer.clone())),
+            StatedSource::Bytes { .. } => None,
+        });
+        let weights = stated.iter().map(|one| &one.weight);
+        let weights = weights.chain(reported.iter().map(|one| &one.weight));
+        let weighted = weights.filter_map(|weight| Some(weight.by.as_ref()?.part.clone()));
+        pointers.chain(weighted)
+    }
+
+    /// Whether the cost depends on the size of the body.
+    pub fn reads_body_size(&self) -> bool {
+        let stated = self.as_estimate().map(|cost| cost.estimate.stated());
+        let mut stated = stated.unwrap_or_default().iter();
+        stated.any(|one| matches!(one.source, StatedSource::Bytes { .. }))
     }
 }
 
 impl EstimateCost {
-    /// The units that a response with this status costs, if the status decides.
-    pub fn units_of_status(&self, status: StatusCode) -> Option<u64> {
-        match &self.actual_source {
-            ActualCostSource::Status(counted) if counted.contains(status) => Some(self.estimate),
-            ActualCostSource::Status(_) => Some(0),
-            ActualCostSource::Header(_) | ActualCostSource::Json(_) => None,
+    /// The units that a response with this status costs after an estimate, if the status decides.
+    pub fn units_of_status(&self, status: StatusCode, estimate: u64) -> Option<u64> {
+        match &self.actual {
+            ActualCost::Status(counted) if counted.contains(status) => Some(estimate),
+            ActualCost::Status(_) => Some(0),
+            ActualCost::Sum(_) => None,
         }
     }
 }
 
-impl ActualCostSource {
+impl Estimate {
+    fn compute_units(&self, facts: &Facts<'_>) -> u64 {
+        let Self::Stated(stated) = self else {
+            return self.max_units();
+        };
+        let weighted = stated.iter().map(|one| {
+            let factor = one.weight.factor_for(facts);
+            (one.source.read_units(facts), factor)
+        });
+        sum_weighted(weighted).max(1)
+    }
+
+    fn max_units(&self) -> u64 {
+        match self {
+            Self::Fixed(units) => *units,
+            Self::Stated(stated) => {
+                let most = stated
+                    .iter()
+                    .map(|one| (one.source.max_units(), one.weight.highest()));
+                sum_weighted(most).max(1)
+            }
+        }
+    }
+
+    fn stated(&self) -> &[StatedUnits] {
+        match self {
+            Self::Fixed(_) => &[],
+            Self::Stated(stated) => stated,
+        }
+    }
+}
+
+/// Text for messages, such as `500` or `the body's /max_tokens, at most 8000`.
+impl fmt::Display for Estimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Self::Fixed(units) = self {
+            return write!(f, "{units}");
+        }
+        for (index, one) in self.stated().iter().enumerate() {
+            let separator = if index > 0 { " + " } else { "" };
+            write!(f, "{separator}{}", one.weight)?;
+            match &one.source {
+                StatedSource::Json { pointer, max, .. } => {
+                    write!(f, "the request's {pointer}, at most {max}")?;
+                }
+                StatedSource::Bytes {
+                    bytes_per_unit,
+                    max,
+                    ..
+                } => {
+                    write!(
+                        f,
+                        "1 for each {bytes_per_unit} bytes of the request, at most {max}"
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl StatedSource {
+    fn read_units(&self, facts: &Facts<'_>) -> u64 {
+        match self {
+            Self::Json {
+                pointer,
+                default,
+                max,
+            } => match facts.body.map(|body| body.value(pointer)) {
+                None | Some(BodyValue::Absent) => *default,
+                Some(BodyValue::Number(digits)) => {
+                    parse_whole_number(digits.as_bytes()).map_or(*max, |units| units.min(*max))
+                }
+                Some(BodyValue::Text(_) | BodyValue::Unreadable) => *max,
+            },
+            Self::Bytes {
+                bytes_per_unit,
+                max,
+            } => match facts.body {
+                None => 0,
+                Some(body) => body
+                    .size
+                    .map_or(*max, |size| size.div_ceil(*bytes_per_unit).min(*max)),
+            },
+        }
+    }
+
+    /// The most units before weights.
+    pub fn max_units(&self) -> u64 {
+        match self {
+            Self::Json { default, max, .. } => *default.max(max),
+            Self::Bytes { max, .. } => *max,
+        }
+    }
+}
+
+impl ActualCost {
+    /// One number of the response.
+    pub fn from_source(source: ReportSource, weight: Weight) -> Self {
+        Self::Sum(Box::new([ReportedUnits {
+            sources: Box::new([source]),
+            weight,
+        }]))
+    }
+
+    /// The parts that the response reports.
+    pub fn reported(&self) -> &[ReportedUnits] {
+        match self {
+            Self::Status(_) => &[],
+            Self::Sum(reported) => reported,
+        }
+    }
+
+    /// The sources of all parts.
+    pub fn sources(&self) -> impl Iterator<Item = &ReportSource> {
+        self.reported().iter().flat_map(|one| &one.sources)
+    }
+
+    /// The factors of the parts for a request.
+    pub fn factors_for(&self, facts: &Facts<'_>) -> FactorsOfRequest {
+        let reported = self.reported().iter();
+        reported.map(|one| one.weight.factor_for(facts)).collect()
+    }
+
+    /// The units that the response reports; `None` if it reports none. `read` reads a source.
+    pub fn reported_units(
+        &self,
+        factors: &[Factor],
+        read: impl Fn(&ReportSource) -> Option<u64>,
+    ) -> Option<u64> {
+        let found = self.reported().iter().zip(factors);
+        let mut found = found
+            .filter_map(|(one, factor)| Some((one.sources.iter().find_map(&read)?, *factor)))
+            .peekable();
+        found.peek()?;
+        Some(sum_weighted(found))
+    }
+}
+
+/// Text for messages, such as `JSON at /usage/total_tokens`.
+impl fmt::Display for ActualCost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Self::Status(counted) = self {
+            return write!(f, "status {counted}");
+        }
+        for (index, one) in self.reported().iter().enumerate() {
+            let separator = if index > 0 { " + " } else { "" };
+            let sources: Vec<String> = one.sources.iter().map(ToString::to_string).collect();
+            write!(f, "{separator}{}{}", one.weight, sources.join(" or "))?;
+        }
+        Ok(())
+    }
+}
+
+impl ReportSource {
     /// Parses `response_header:NAME` or `response_json:/POINTER`.
     ///
     /// # Errors
@@ -129,6 +384,116 @@ impl ActualCostSource {
             _ => Err("expected \"response_header:NAME\" or \"response_json:/POINTER\"".to_owned()),
         }
     }
+}
+
+impl Weight {
+    pub const ONE: Self = Self {
+        factor: Factor::ONE,
+        by: None,
+    };
+
+    fn factor_for(&self, facts: &Facts<'_>) -> Factor {
+        let by = self.by.as_ref().map(|by| by.factor_for(facts));
+        by.map_or(self.factor, |by| self.factor.times(by))
+    }
+
+    /// Whether the weighted units are at most the counter's maximum.
+    pub fn fits(&self, units: u64) -> bool {
+        let product = i128::from(units) * i128::from(self.highest().0);
+        product <= i128::from(MAX_UNITS) * i128::from(Factor::ONE.0)
+    }
+
+    /// The highest factor of a request.
+    pub fn highest(&self) -> Factor {
+        let by = self.by.as_ref().map(|by| by.factors());
+        let products = by.map(|all| all.map(|by| self.factor.times(by)).max());
+        products.flatten().unwrap_or(self.factor)
+    }
+}
+
+/// The factor before what it multiplies: `4 × `; nothing if it is 1.
+impl fmt::Display for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.factor != Factor::ONE {
+            write!(f, "{} × ", self.factor)?;
+        }
+        match &self.by {
+            Some(by) => write!(f, "weight by {} × ", by.part),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Factor {
+    pub const ONE: Self = Self(1_000_000);
+
+    /// A factor from a number of at most three decimals, between -1,000,000 and 1,000,000.
+    pub fn from_number(number: f64) -> Option<Self> {
+        let thousandths = (number * 1000.0).round();
+        // The nearest double to a decimal of three places is the one it was read as.
+        let is_exact = thousandths / 1000.0 == number;
+        #[expect(clippy::cast_possible_truncation, reason = "checked against the range")]
+        (is_exact && thousandths.abs() <= 1e9).then(|| Self(thousandths as i64 * 1000))
+    }
+
+    #[must_use]
+    fn times(self, other: Self) -> Self {
+        let product = i128::from(self.0) * i128::from(other.0) / 1_000_000;
+        let saturated = if product < 0 { i64::MIN } else { i64::MAX };
+        Self(i64::try_from(product).unwrap_or(saturated))
+    }
+}
+
+impl fmt::Display for Factor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sign = if self.0 < 0 { "-" } else { "" };
+        let magnitude = self.0.unsigned_abs();
+        let decimals = format!("{:06}", magnitude % 1_000_000);
+        let decimals = decimals.trim_end_matches('0');
+        let point = if decimals.is_empty() { "" } else { "." };
+        write!(f, "{sign}{}{point}{decimals}", magnitude / 1_000_000)
+    }
+}
+
+impl WeightsByValue {
+    /// Creates factors by the values of a part, with one pattern at most for each value of the same
+    /// precedence as in overrides of limits.
+    pub fn new(part: KeyPart, mut factors: Vec<(ValuePattern, Factor)>, default: Factor) -> Self {
+        factors.sort_by_key(|(pattern, _)| pattern.rank());
+        Self {
+            part,
+            factors: factors.into(),
+            default,
+        }
+    }
+
+    /// The factor for a request. A value that apps may read differently has the highest one.
+    fn factor_for(&self, facts: &Facts<'_>) -> Factor {
+        let part = &self.part;
+        let is_ambiguous =
+            part.is_unreadable_in(facts) || part.find_ambiguity(facts, ValueChecks::ALL).is_some();
+        let value = part.single_value(facts).ok().filter(|_| !is_ambiguous);
+        let Some(value) = value else {
+            return self.factors().max().unwrap_or(self.default);
+        };
+        let mut factors = self.factors.iter();
+        let found = factors.find(|(pattern, _)| pattern.matches(value.as_deref()));
+        found.map_or(self.default, |(_, factor)| *factor)
+    }
+
+    fn factors(&self) -> impl Iterator<Item = Factor> {
+        let listed = self.factors.iter().map(|(_, factor)| *factor);
+        listed.chain([self.default])
+    }
+}
+
+/// The sum of weighted units, rounded up: never below 0, and at most the counter's maximum.
+fn sum_weighted(parts: impl Iterator<Item = (u64, Factor)>) -> u64 {
+    let sum: i128 = parts
+        .map(|(units, factor)| i128::from(units) * i128::from(factor.0))
+        .fold(0, i128::saturating_add);
+    let units = u64::try_from(sum.max(0).unsigned_abs().div_ceil(1_000_000)).unwrap_or(MAX_UNITS);
+    units.min(MAX_UNITS)
 }
 
 /// A set of response statuses: single ones, and classes such as `4xx`.
@@ -237,8 +602,8 @@ mod tests {
     #[test]
     fn parses_json_pointers_per_rfc_6901() {
         let tokens = |text: &str| {
-            let Ok(ActualCostSource::Json(pointer)) =
-                ActualCostSource::parse(&format!("response_json:{text}"))
+            let Ok(ReportSource::Json(pointer)) =
+                ReportSource::parse(&format!("response_json:{text}"))
             else {
                 panic!("{text}")
             };
@@ -288,11 +653,11 @@ mod tests {
             " response_json:/a",
             &long,
         ] {
-            assert!(ActualCostSource::parse(wrong).is_err(), "{wrong}");
+            assert!(ReportSource::parse(wrong).is_err(), "{wrong}");
         }
         assert_eq!(
-            ActualCostSource::parse("response_header:X-Units"),
-            Ok(ActualCostSource::Header("x-units".parse().unwrap()))
+            ReportSource::parse("response_header:X-Units"),
+            Ok(ReportSource::Header("x-units".parse().unwrap()))
         );
     }
 

@@ -1,9 +1,9 @@
 //! The properties of a request that policies can read.
 
-use super::Descriptor;
 use super::authorization::read_credentials;
 use super::jwt::RequestToken;
 use super::path::PathInterpretations;
+use super::{BodyFacts, Descriptor};
 use crate::tls::CertificateSubject;
 use http::header::{AUTHORIZATION, COOKIE, HOST};
 use http::{HeaderMap, HeaderName, Method};
@@ -35,6 +35,8 @@ pub struct Facts<'a> {
     pub token: &'a RequestToken,
     /// Subject of the client certificate, if the client presented one.
     pub client_cert: Option<&'a CertificateSubject>,
+    /// The body, if the request has one.
+    pub body: Option<&'a BodyFacts>,
     /// The descriptor of a call to the rate-limit service. If set, the other fields hold
     /// placeholders, and policies for requests do not apply.
     pub descriptor: Option<&'a Descriptor<'a>>,
@@ -58,6 +60,7 @@ impl<'a> Facts<'a> {
             is_peer_trusted: false,
             token: RequestToken::without_token_reader(),
             client_cert: None,
+            body: None,
             descriptor: None,
         }
     }

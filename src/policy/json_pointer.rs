@@ -3,11 +3,14 @@
 use std::fmt;
 
 /// The location of a value in a JSON document (RFC 6901).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct JsonPointer(Box<[JsonPointerToken]>);
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct JsonPointer {
+    text: Box<str>,
+    tokens: Box<[JsonPointerToken]>,
+}
 
 /// One step of a [`JsonPointer`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct JsonPointerToken {
     /// The expected key, if the parent is an object.
     pub name: Box<str>,
@@ -34,24 +37,27 @@ impl JsonPointer {
                 Self::MAX_BYTES
             ));
         }
-        steps
-            .split('/')
-            .map(JsonPointerToken::parse)
-            .collect::<Result<_, _>>()
-            .map(Self)
+        let tokens = steps.split('/').map(JsonPointerToken::parse);
+        Ok(Self {
+            tokens: tokens.collect::<Result<_, _>>()?,
+            text: text.into(),
+        })
+    }
+
+    /// The pointer as the configuration writes it.
+    pub fn as_str(&self) -> &str {
+        &self.text
     }
 
     /// The steps; never empty.
     pub fn tokens(&self) -> &[JsonPointerToken] {
-        &self.0
+        &self.tokens
     }
 }
 
 impl fmt::Display for JsonPointer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|token| {
-            write!(f, "/{}", token.name.replace('~', "~0").replace('/', "~1"))
-        })
+        f.write_str(&self.text)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Key parts: where a request has the values of its rate-limit key, as the configuration writes it.
 
 use super::jwt::ClaimName;
-use super::{PathPattern, path};
+use super::{JsonPointer, PathPattern, path};
 use crate::text::find_similar;
 use http::HeaderName;
 use http::header::COOKIE;
@@ -22,6 +22,8 @@ pub enum KeyPart {
     Cookie(Box<str>),
     /// A claim of the request's token (see [`super::jwt`]).
     Claim(ClaimName),
+    /// A value in the body: at a JSON pointer, or of a form field.
+    Body(JsonPointer),
     /// The captures of a pattern, one value each.
     PathCaptures(PathPattern),
     Method,
@@ -85,6 +87,7 @@ impl KeyPart {
             ("query", name) => Ok(Self::Query(name.into())),
             ("cookie", name) => Ok(Self::Cookie(name.into())),
             ("jwt", name) => ClaimName::parse(name).map(Self::Claim),
+            ("body", pointer) => JsonPointer::parse(pointer).map(Self::Body),
             ("const", text) => Ok(Self::Const(text.into())),
             ("path", pattern) => match PathPattern::parse(pattern, settings)? {
                 pattern if pattern.capture_count() == 0 => {
@@ -92,7 +95,7 @@ impl KeyPart {
                 }
                 pattern => Ok(Self::PathCaptures(pattern)),
             },
-            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or in policies for the rate-limit service descriptor:NAME or descriptor".to_owned() + &suggest_part(text)),
+            _ => Err("a key part is client_ip, header:NAME, query:NAME, cookie:NAME, jwt:CLAIM, body:/POINTER, path:PATTERN, method, host, path, client_cert:san, client_cert:cn, const:TEXT, or in policies for the rate-limit service descriptor:NAME or descriptor".to_owned() + &suggest_part(text)),
         }
     }
 
@@ -156,10 +159,12 @@ impl KeyPart {
         }
     }
 
-    /// The name of a header, query parameter, cookie, claim or descriptor entry; otherwise empty.
+    /// The name of a header, query parameter, cookie, claim or descriptor entry, or the pointer into
+    /// the body; otherwise empty.
     pub fn name(&self) -> &str {
         match self {
             Self::Header(name) => name.as_str(),
+            Self::Body(pointer) => pointer.as_str(),
             Self::Query(name) | Self::Cookie(name) | Self::DescriptorEntry(name) => name,
             Self::Claim(name) => name.as_ref(),
             _ => "",
@@ -213,6 +218,7 @@ impl KeyPart {
             Self::Query(_) => ("query", "query parameter", false, true),
             Self::Cookie(_) => ("cookie", "cookie", false, true),
             Self::Claim(_) => ("jwt", "claim", false, false),
+            Self::Body(_) => ("body", "body field", false, true),
             Self::PathCaptures(_) => ("segment", "path segment", false, true),
             Self::Method => ("method", "method", true, false),
             Self::Host => ("host", "host", true, true),
@@ -271,12 +277,13 @@ fn suggest_part(text: &str) -> String {
         ("claim", "jwt"),
         ("param", "query"),
     ];
-    const KINDS: [&str; 10] = [
+    const KINDS: [&str; 11] = [
         "client_ip",
         "header",
         "query",
         "cookie",
         "jwt",
+        "body",
         "path",
         "method",
         "host",
@@ -380,14 +387,14 @@ impl KeyComponent {
     fn parse_alternative(text: &str, settings: &path::Settings) -> Result<Self, String> {
         let is_hashable = |text: &str| {
             let kind = text.split(':').next().unwrap_or_default();
-            ["header", "query", "cookie", "jwt", "descriptor"].contains(&kind)
+            ["header", "query", "cookie", "jwt", "body", "descriptor"].contains(&kind)
         };
         let (source, option) = match text.rsplit_once(';') {
             Some((source, option)) if is_hashable(source) => (source, Some(option)),
             // Text and patterns may contain a semicolon.
             Some((source, "hash" | "plain")) if !source.starts_with("const:") => {
                 return Err(format!(
-                    "{source} is never hashed; expected {source:?}, or ;hash and ;plain after header, query, cookie, jwt or descriptor"
+                    "{source} is never hashed; expected {source:?}, or ;hash and ;plain after header, query, cookie, jwt, body or descriptor"
                 ));
             }
             _ => (text, None),

@@ -1,6 +1,7 @@
 //! Reads the values of parts from a request or descriptor.
 
 use super::client::format_client_network;
+use super::json_scanner::BodyValue;
 use super::key_part::{KeyComponent, KeyPart};
 use super::{Facts, KeyError, Matcher, client, facts, path};
 use smallvec::{SmallVec, smallvec};
@@ -26,6 +27,14 @@ impl KeyPart {
             !part.is_always_present() && !matcher.requires_part(&part.without_issuers())
         };
         self.alternatives().all(is_absent)
+    }
+
+    /// Whether the part is in a body of which apps may read another value, or none of tidegate's.
+    pub(super) fn is_unreadable_in(&self, facts: &Facts<'_>) -> bool {
+        match (self, facts.body) {
+            (Self::Body(pointer), Some(body)) => *body.value(pointer) == BodyValue::Unreadable,
+            _ => false,
+        }
     }
 
     pub(super) fn push_values<'a>(
@@ -150,6 +159,7 @@ impl KeyPart {
                 let texts = facts.token.claim(facts.headers, name).unwrap_or_default();
                 return read(&mut texts.iter().map(|text| Cow::Borrowed(text.as_bytes())));
             }
+            Self::Body(pointer) => text(facts.body.and_then(|body| body.text(pointer))),
             Self::DescriptorEntry(name) => {
                 let descriptor = facts.descriptor.into_iter();
                 return read(&mut descriptor.flat_map(|descriptor| descriptor.values(name)));

@@ -624,6 +624,7 @@ pub fn assert_hashed_keys(bytes: &[u8]) {
             client_cert: None,
             has_joined_headers: false,
             is_peer_trusted: false,
+            body: None,
             descriptor: None,
         };
         let client = trusting_settings(false);

@@ -3,7 +3,7 @@
 use super::json_pointer::parse_whole_number;
 use super::value_pattern::ValuePattern;
 use super::{
-    ActualCostSource, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyError, KeyPart,
+    ActualCost, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyError, KeyPart,
     KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, ValueDigests, client, path,
 };
 use crate::limiter::{
@@ -56,8 +56,8 @@ impl Quota {
     /// Whether the limits have response counters, which start the block (`count_when` with
     /// `block_for`).
     pub fn counts_responses(&self) -> bool {
-        let estimate = self.cost.as_estimate().map(|cost| &cost.actual_source);
-        self.block.is_some() && matches!(estimate, Some(ActualCostSource::Status(_)))
+        let actual = self.cost.as_estimate().map(|cost| &cost.actual);
+        self.block.is_some() && matches!(actual, Some(ActualCost::Status(_)))
     }
 
     /// Returns the key and the limits for one request or descriptor of policy `name`, or `None` if

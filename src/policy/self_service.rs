@@ -145,6 +145,7 @@ impl PolicyTable {
             }
             KeyPart::Query(_)
             | KeyPart::Cookie(_)
+            | KeyPart::Body(_)
             | KeyPart::PathCaptures(_)
             | KeyPart::Method
             | KeyPart::Host

@@ -2,8 +2,8 @@
 
 use super::policy_index::PolicyIndex;
 use super::{
-    CorsOrigins, CostSource, Facts, HeaderValueError, KeyContext, KeyPart, NamedLimit, Policy,
-    PolicyAction, PolicyMode, ValueCondition, client, jwt, path,
+    CorsOrigins, CostSource, Facts, HeaderValueError, JsonPointer, KeyContext, KeyPart, NamedLimit,
+    Policy, PolicyAction, PolicyMode, ValueCondition, client, jwt, path,
 };
 use foldhash::HashSet;
 use http::{HeaderMap, HeaderName};
@@ -42,6 +42,10 @@ pub struct PolicyTable {
     pub token_reader: Option<Arc<jwt::TokenReader>>,
     /// The path at which clients can query their quotas.
     pub self_service: Option<SelfServiceSettings>,
+    /// Indices of the policies that read the body.
+    body_readers: Box<[usize]>,
+    /// Where all policies read values in the body, without duplicates.
+    body_pointers: Box<[JsonPointer]>,
 }
 
 /// The default of [`PolicyTable::mark_header`].
@@ -77,15 +81,23 @@ impl PolicyTable {
     ) -> Self {
         policies.sort_by_key(|policy| std::cmp::Reverse(policy.priority));
         let policy_index = PolicyIndex::from_policies(&policies);
-        let parts: Vec<&KeyPart> = policies.iter().flat_map(parts_read_by).collect();
-        let depends_on_client_ip = parts.contains(&&KeyPart::ClientIp);
+        let parts: Vec<KeyPart> = policies.iter().flat_map(parts_read_by).collect();
+        let body_pointers = parts.iter().filter_map(|part| match part {
+            KeyPart::Body(pointer) => Some(pointer.clone()),
+            _ => None,
+        });
+        let body_pointers: IndexSet<JsonPointer> = body_pointers.collect();
+        let body_readers = policies.iter().enumerate();
+        let body_readers = body_readers.filter(|(_, policy)| reads_body(policy));
+        let body_readers: Vec<usize> = body_readers.map(|(index, _)| index).collect();
+        let depends_on_client_ip = parts.contains(&KeyPart::ClientIp);
         let costs = policies
             .iter()
             .filter_map(|policy| match &policy.quota()?.cost {
                 CostSource::Header(cost) => Some(&cost.name),
                 _ => None,
             });
-        let headers = parts.iter().filter_map(|part| part.source_header());
+        let headers = parts.iter().filter_map(KeyPart::source_header);
         let headers = headers.chain(costs).chain([&client.ip_header]);
         let headers = headers.cloned().collect();
         let enforced = policies.iter().filter(|policy| may_reject(policy));
@@ -105,6 +117,8 @@ impl PolicyTable {
             depends_on_client_ip,
             token_reader: None,
             self_service: None,
+            body_readers: body_readers.into(),
+            body_pointers: body_pointers.into_iter().collect(),
         };
         table.reference_headers(headers);
         table
@@ -115,7 +129,7 @@ impl PolicyTable {
     pub fn with_token_settings(mut self, settings: jwt::Settings) -> Self {
         let parts = self.policies.iter().flat_map(parts_read_by);
         let claims = parts.filter_map(|part| match part {
-            KeyPart::Claim(name) => Some(name.clone()),
+            KeyPart::Claim(name) => Some(name),
             _ => None,
         });
         let claims: IndexSet<jwt::ClaimName> = claims.collect();
@@ -172,6 +186,25 @@ impl PolicyTable {
                         .is_some()
             })
             .collect()
+    }
+
+    /// How many bytes of the body have to be read for the policies that apply to a request, or may
+    /// apply: the most of them; 0 if none reads the body. The body of `facts` counts as unreadable.
+    pub fn body_bytes_to_read(&self, facts: &Facts<'_>) -> u64 {
+        let readers = self.body_readers.iter();
+        let policies = readers.filter_map(|index| self.policies.get(*index));
+        let needed = policies.filter(|policy| policy.needs_body(facts));
+        needed.map(|policy| policy.max_scan).max().unwrap_or(0)
+    }
+
+    /// Whether any policy reads the body.
+    pub fn reads_bodies(&self) -> bool {
+        !self.body_readers.is_empty()
+    }
+
+    /// Where all policies read values in the body.
+    pub fn body_pointers(&self) -> impl Iterator<Item = &JsonPointer> {
+        self.body_pointers.iter()
     }
 
     /// Whether a request from an untrusted peer has a forwarding header while a policy depends on
@@ -275,15 +308,25 @@ fn value_headers_of(policy: &Policy) -> Vec<HeaderName> {
     names.collect()
 }
 
-/// The parts of requests that the conditions, the key and the amounts of a policy read.
-fn parts_read_by(policy: &Policy) -> Vec<&KeyPart> {
+/// The parts of requests that the conditions, the key, the cost and the amounts of a policy read.
+fn parts_read_by(policy: &Policy) -> Vec<KeyPart> {
     let conditions = policy.matcher.all_conditions().into_iter();
-    let mut parts: Vec<&KeyPart> = conditions.map(|one| &one.part).collect();
+    let mut parts: Vec<KeyPart> = conditions.map(|one| one.part.clone()).collect();
     if let Some(quota) = policy.quota() {
         let amounts = quota.all_limits().filter_map(|one| one.amount.as_ref());
-        parts.extend(quota.key.sources().chain(amounts.map(|one| &one.field)));
+        let sources = quota.key.sources().chain(amounts.map(|one| &one.field));
+        parts.extend(sources.cloned());
+        parts.extend(quota.cost.parts());
     }
     parts
+}
+
+/// Whether the policy depends on the body, or on its size.
+fn reads_body(policy: &Policy) -> bool {
+    let is_body = |part: &KeyPart| matches!(part, KeyPart::Body(_));
+    let quota = policy.quota();
+    parts_read_by(policy).iter().any(is_body)
+        || quota.is_some_and(|quota| quota.cost.reads_body_size())
 }
 
 impl PolicyTable {
@@ -354,6 +397,7 @@ mod tests {
             mode: PolicyMode::Enforce,
             is_reported: true,
             on_store_failure: OnStoreFailure::Open,
+            max_scan: 0,
             reject_response: None,
         }
     }
@@ -398,6 +442,7 @@ mod tests {
             client_cert,
             has_joined_headers: false,
             is_peer_trusted: false,
+            body: None,
             descriptor: None,
         }
     }

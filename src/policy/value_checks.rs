@@ -40,6 +40,10 @@ pub enum KeyError {
     )]
     CookieOctet(String),
     #[error(
+        "{0} can't be read from the body; expected one JSON document in UTF-8, or a form, of at most max_scan, with the name once (setting missing_key)"
+    )]
+    UnreadableBody(String),
+    #[error(
         "{0} is sent with the prefix __Host- or __Secure- in its name; expected it without (setting client.cookie_prefixes)"
     )]
     PrefixedCookie(String),
@@ -299,7 +303,7 @@ fn names_parameter(rest: &str, name: &str) -> bool {
 
 /// Whether parsers disagree on the value of a query parameter: a parameter has a look-alike name, a
 /// semicolon may start another parameter, the value is not UTF-8, or there are too many parameters.
-fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
+pub(super) fn is_query_ambiguous(query: Option<&str>, name: &str) -> bool {
     let query = query.unwrap_or_default();
     let folded = fold_name(name.as_bytes());
     let mut parameters = 0;

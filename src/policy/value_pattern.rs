@@ -58,6 +58,16 @@ impl ValuePattern {
         Self::Glob(pieces.map(|(_, piece)| piece.into()).collect())
     }
 
+    /// A value, or a pattern with `*` for any text.
+    pub fn from_text(text: &str) -> Self {
+        let pieces = split_at_wildcards(text);
+        match pieces.as_slice() {
+            [one] => Self::Exact(one.as_str().into()),
+            _ if text == "*" => Self::Any,
+            _ => Self::from_pieces(pieces),
+        }
+    }
+
     /// Whether a value matches. Linear in its length: each literal text is searched once, after the
     /// one before.
     pub fn matches(&self, value: Option<&[u8]>) -> bool {
@@ -230,12 +240,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn parse(text: &str) -> ValuePattern {
-        let pieces = split_at_wildcards(text);
-        match pieces.as_slice() {
-            [one] => ValuePattern::Exact(one.as_str().into()),
-            _ if text == "*" => ValuePattern::Any,
-            _ => ValuePattern::from_pieces(pieces),
-        }
+        ValuePattern::from_text(text)
     }
 
     #[test]

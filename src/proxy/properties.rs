@@ -7,9 +7,9 @@ use std::net::IpAddr;
 use super::http::header_lines::{self, is_client_cert_field};
 use super::http::headers::{self, AddressText, ForwardingContext};
 use super::http::inbound_request::InboundRequest;
-use super::http::response_cost::JsonPointerScanner;
 use super::http2_frames::frame_scanner::FrameScanner;
 use super::server::accept::proxy_header::properties as proxy_header;
+use crate::policy::JsonPointerScanner;
 use crate::policy::{JsonPointer, PolicyTable};
 
 /// Headers that must not reach an upstream unless the proxy rebuilds them.

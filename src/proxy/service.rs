@@ -1,5 +1,6 @@
 //! The proxy service: handles each request from its head to its response.
 
+mod body_reading;
 mod held_exchange;
 mod proxy_request;
 pub(crate) mod request_summary;

@@ -29,7 +29,7 @@ use super::body::informational_responses::InformationalForwarder;
 use super::body::request::RequestBody;
 use super::client_counts::{ClientCountGuard, ClientCounts};
 use super::http::upgrade;
-use super::upstream::exchange::{ExchangeFailure, client_error_kind};
+use super::upstream::exchange::ExchangeFailure;
 use super::upstream::pool::{ConnectionProtocol, ConnectionShare, UpstreamConnection};
 use super::upstream::response_body::ResponseBody;
 use super::upstream_error::{UpstreamError, UpstreamErrorKind};
@@ -207,11 +207,9 @@ impl UpstreamClient {
         };
         tokio::select! {
             biased;
-            read = body.read_ahead() => read.map(|()| None).map_err(|error| {
-                client_error_kind(body.progress().as_deref())
-                    .unwrap_or(UpstreamErrorKind::ClientDisconnected)
-                    .with_detail(error.to_string())
-            }),
+            read = body.read_ahead() => {
+                read.map(|()| None).map_err(|error| body.client_error(&error))
+            }
             share = share => Ok(Some(share)),
         }
     }

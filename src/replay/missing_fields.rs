@@ -2,7 +2,7 @@
 
 use super::log_merge::ReplayRequest;
 use super::parsers::RequiredHeaders;
-use crate::policy::{ActualCostSource, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
+use crate::policy::{ActualCost, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
 use http::header::COOKIE;
 use http::{HeaderName, StatusCode};
 use std::collections::BTreeSet;
@@ -212,10 +212,8 @@ impl<'a> MissingFieldCheck<'a> {
                     cost.default, cost.name
                 ));
             }
-            CostSource::Estimate(cost)
-                if matches!(cost.actual_source, ActualCostSource::Status(_)) =>
-            {
-                let (requests, statuses) = (self.coverage.requests, cost.actual_source.to_string());
+            CostSource::Estimate(cost) if matches!(cost.actual, ActualCost::Status(_)) => {
+                let (requests, statuses) = (self.coverage.requests, cost.actual.to_string());
                 let without = requests - self.coverage.with_status;
                 if without > 0 {
                     let statuses = statuses.trim_start_matches("status ");
@@ -264,7 +262,7 @@ impl<'a> MissingFieldCheck<'a> {
                 let reader = self.table.token_reader.as_ref();
                 reader.is_some_and(|reader| self.has_header(&reader.settings.header))
             }
-            KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
+            KeyPart::Body(_) | KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
             KeyPart::ClientIp => self.coverage.with_peer > 0,
             KeyPart::PathCaptures(_)
             | KeyPart::Method

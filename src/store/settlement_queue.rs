@@ -74,6 +74,11 @@ impl SettlementQueue {
         self.metrics.lost_settlements.add(lost_count as u64);
     }
 
+    /// Counts a response that does not report its cost.
+    pub fn record_unreported_cost(&self) {
+        self.metrics.unreported_costs.add(1);
+    }
+
     /// Waits until the settlements that are queued now are applied or lost.
     pub async fn wait_until_applied(&self, at_most: Duration) {
         let last_batch = self.queued.lock().last_batch;

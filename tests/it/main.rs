@@ -112,6 +112,7 @@ mod redis_store;
 mod reload;
 mod replay;
 mod request_amounts;
+mod request_bodies;
 mod request_costs;
 mod request_validation;
 mod request_validation_corpus;

@@ -13,7 +13,7 @@ use tidegate::config::StoreSettings;
 use tidegate::enforcer::DecisionSource;
 use tidegate::enforcer::{ActivePolicies, Enforcer, RequestOutcome, RetryHint, Verdict};
 use tidegate::limiter::{Algorithm, CounterScope, Key, KeyBuilder, Limit, PolicyCharges};
-use tidegate::policy::{ActualCostSource, Descriptor};
+use tidegate::policy::{ActualCost, Descriptor};
 use tidegate::store::redis::{
     RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStore, SharedRedisState,
 };
@@ -395,8 +395,8 @@ async fn serve_request(
     for estimate in estimates {
         if let Some(actual) = request.actual {
             state.record(index, |record, _| record.is_settled = true);
-            match estimate.cost.actual_source {
-                ActualCostSource::Status(_) => estimate.settle_by_status(request.status()),
+            match estimate.cost.actual {
+                ActualCost::Status(_) => estimate.settle_by_status(request.status()),
                 _ => estimate.settle(actual),
             }
         }

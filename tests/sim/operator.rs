@@ -62,6 +62,7 @@ pub(crate) async fn with_facts<R>(
         client_cert: None,
         has_joined_headers: false,
         is_peer_trusted: true,
+        body: None,
         descriptor: None,
     };
     use_facts(&facts).await

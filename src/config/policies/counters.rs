@@ -4,7 +4,7 @@ use super::PolicyWithReader;
 use crate::config::suggestions;
 use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{AmountSource, KeyPart, NamedLimit, OnStoreFailure, Quota};
+use crate::policy::{ActualCost, AmountSource, CountedStatuses, KeyPart, NamedLimit, OnStoreFailure, Quota};
 use std::collections::BTreeMap;
 use std::mem::discriminant;
 
@@ -132,7 +132,7 @@ fn find_difference(
         quota.lease == other_quota.lease => "lease";
         quota.count_rejected == other_quota.count_rejected => "count_rejected";
         quota.block == other_quota.block => "block_for; a block holds for all of them";
-        quota.cost.as_estimate() == other_quota.cost.as_estimate() => "cost or count_when; the response settles it";
+        counted_statuses(quota) == counted_statuses(other_quota) => "count_when; the response settles it";
         has_same_overrides => "[[policy.override]] keys, actions and modes, in the same order";
     }
     let needs_same_amounts = match (quota.lease.is_some(), is_local, quota.shards > 1) {
@@ -144,6 +144,14 @@ fn find_difference(
     limit_groups(quota)
         .zip(limit_groups(other_quota))
         .find_map(|(limits, others)| find_limit_difference(limits, others, needs_same_amounts))
+}
+
+/// The statuses that `count_when` counts.
+fn counted_statuses(quota: &Quota) -> Option<&CountedStatuses> {
+    match &quota.cost.as_estimate()?.actual {
+        ActualCost::Status(counted) => Some(counted),
+        ActualCost::Sum(_) => None,
+    }
 }
 
 /// Whether keys with the same values mean the same. The patterns of `path:` parts may differ.

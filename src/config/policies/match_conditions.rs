@@ -212,15 +212,16 @@ fn adjust_entry_condition(
     }
 }
 
-/// Parses a condition on the values of a part. Those of a claim may be booleans and integers.
+/// Parses a condition on the values of a part. Those of a claim or body may be booleans and
+/// integers.
 fn parse_condition(part: &KeyPart, item: &ConfigValue<'_>) -> Option<ValueCondition> {
     const EXPECTED: &str =
         "expected a text, a list of texts, { regex = \"…\" } or { present = true }";
-    let is_claim = matches!(part, KeyPart::Claim(_));
+    let is_typed = matches!(part, KeyPart::Claim(_) | KeyPart::Body(_));
     let parse_text = |value: &ValueNode| -> Option<Box<str>> {
         match &value.content {
-            ValueContent::Bool(flag) if is_claim => Some(flag.to_string().into()),
-            ValueContent::Integer(number) if is_claim => Some(number.to_string().into()),
+            ValueContent::Bool(flag) if is_typed => Some(flag.to_string().into()),
+            ValueContent::Integer(number) if is_typed => Some(number.to_string().into()),
             content => content.as_str().map(Into::into),
         }
     };

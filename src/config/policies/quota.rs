@@ -27,7 +27,7 @@ pub(super) fn build_quota(
     let key = key.with_counter(reader.get_text("counter", parse_name));
     // Policies that share a counter have the same names for its limits.
     let limit_name = key.counter_name().unwrap_or(name).to_owned();
-    let cost = build_cost(reader);
+    let cost = build_cost(reader, context);
     let limits = build_limits(reader, context, &limit_name);
     let is_dynamic = reader.read("dynamic")?;
     let valid_key = all_parts_valid.then_some(&key);

@@ -68,6 +68,8 @@ pub(crate) enum ValueKind {
     },
     /// A number from 0 to 1.
     Fraction,
+    /// A factor with at most three decimals.
+    Factor,
     Duration {
         min: Duration,
         max: Duration,
@@ -98,7 +100,9 @@ pub(crate) enum ValueKind {
     Either(&'static ValueKind, &'static str, &'static ValueKind),
 }
 
-pub(super) use ValueKind::{Bool, Fraction, Keyword, Map, Table, TableList, Text, TextList};
+pub(super) use ValueKind::{
+    Bool, Factor, Fraction, Keyword, Map, Table, TableList, Text, TextList,
+};
 
 /// Largest integer that a double represents exactly. Redis scripts compute with doubles.
 pub(super) const MAX_UNITS: i64 = 1 << 53;
@@ -294,6 +298,7 @@ impl fmt::Display for ValueKind {
             ValueKind::Integer { min, max } => write!(f, "a whole number from {min} to {max}"),
             ValueKind::Either(first, text, _) => write!(f, "{first}{text}"),
             Fraction => f.write_str("a number from 0 to 1"),
+            Factor => f.write_str("a number from -1000000 to 1000000 with at most three decimals"),
             ValueKind::Duration { min, max } => write_duration_range(f, *min, *max),
             ValueKind::ByteSize { min, max } => {
                 write!(f, "a size such as \"64KiB\", \"1MiB\"")?;

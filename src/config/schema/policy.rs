@@ -4,7 +4,7 @@ use super::key::*;
 use crate::config::values::{parse_header_name, parse_nonempty};
 use crate::limiter::CounterScope;
 use crate::policy::jwt::ClaimName;
-use crate::policy::{KeyPart, SlotRelease};
+use crate::policy::{JsonPointer, KeyPart, SlotRelease};
 use std::time::Duration;
 use strum::VariantNames;
 
@@ -14,6 +14,19 @@ const PERIOD: ValueKind = duration(Duration::from_millis(1), MAX_PERIOD);
 const CALENDAR_UNIT: ValueKind = Keyword(&["day", "week", "month"]);
 static COST_TABLE: ValueKind = Table(&COST);
 static LEASE_TABLE: ValueKind = Table(&LEASE);
+const ESTIMATED_UNITS: ValueKind = integer(1, MAX_UNITS);
+static ESTIMATE_TABLE: ValueKind = Table(&ESTIMATE);
+static ESTIMATE_TABLES: ValueKind = ValueKind::Either(
+    &ESTIMATE_TABLE,
+    " or a list of tables",
+    &TableList(&ESTIMATE),
+);
+const ACTUAL_TEXT: ValueKind = Text("\"response_header:NAME\" or \"response_json:/POINTER\"");
+static ACTUAL_TABLE: ValueKind = Table(&ACTUAL);
+static ACTUAL_TABLES: ValueKind =
+    ValueKind::Either(&ACTUAL_TABLE, " or a list of tables", &TableList(&ACTUAL));
+const WEIGHTS: ValueKind =
+    Map("a table such as { by = \"body:/model\", \"gpt-*\" = 10, default = 1 }");
 
 schema_table! {
     pub(super) static POLICY {
@@ -62,11 +75,16 @@ schema_table! {
         scope: Keyword(CounterScope::VARIANTS), default = "shared", of_quota;
         /// Policies with the same counter share one quota per key. Their key, mode and kind of
         /// limits must be equal; requests, burst and max_delay may differ, but not with shards, a
-        /// lease or "local". Each policy compares the shared usage with its own limit. If several
-        /// match a request, only the strictest charges it. Not with dynamic.
+        /// lease or "local". Each policy compares the shared usage with its own limit. Their
+        /// costs may differ; count_when may not. If several match a request, only the strictest
+        /// charges it, at the highest cost. Not with dynamic.
         counter: NAME, of_quota;
-        /// As in [defaults].
+        /// As in [defaults]. A request whose body can't be read lacks the body's values. With
+        /// match.body: "shared" limits it too, "skip" does not, "reject" rejects it.
         missing_key: MISSING_KEY, of_quota;
+        /// Bytes of the request body that are read for body: values and estimates. A longer body
+        /// can't be read.
+        max_scan: byte_size(1, 1 << 20), default = "64KiB";
         /// As in [defaults]. Descriptor policies: "local", or else UNAVAILABLE, and Envoy's
         /// failure_mode_deny decides.
         on_store_failure: ON_STORE_FAILURE, of_quota;
@@ -96,11 +114,44 @@ schema_table! {
         min: integer(0, MAX_UNITS), default = "1";
         /// Largest valid cost in the header. Also the cost if the header is invalid or repeated.
         max: integer(0, MAX_UNITS), default = "100";
-        /// Units charged on arrival. The response settles the difference.
-        estimate: integer(1, MAX_UNITS), required;
-        /// Source of the actual cost: a response header or trailer, or a JSON pointer to a number
-        /// in the body.
-        actual: Text("\"response_header:NAME\" or \"response_json:/POINTER\""), required;
+        /// Units charged on arrival, at least 1: a number, or what the request states, added up. The
+        /// response settles the difference.
+        estimate: ValueKind::Either(&ESTIMATED_UNITS, ", or a table such as { request_json = \"/max_tokens\", default = 500, max = 8000 } or a list of tables", &ESTIMATE_TABLES), required;
+        /// Source of the actual cost: a response header or trailer, a JSON pointer to a number in
+        /// the body, or several of them, added up with weights. If the response has none of them,
+        /// the estimate stands.
+        actual: ValueKind::Either(&ACTUAL_TEXT, ", or a table such as { response_json = \"/usage/output_tokens\", weight = 4 } or a list of tables", &ACTUAL_TABLES), required;
+        /// weights of all entries of estimate and actual without weights of their own.
+        weights: WEIGHTS;
+    }
+
+    pub(crate) static ESTIMATE {
+        /// JSON pointer or form field of a whole number in the request body.
+        request_json: Text("a JSON pointer such as \"/max_tokens\""), required;
+        /// Units of a body without the number. With request_json only.
+        default: UNITS;
+        /// Most units: of a larger number, a value that is no number, or a body that can't be read
+        /// or has an unknown size. With request_bytes_per_unit the default is max_scan's units.
+        max: integer(1, MAX_UNITS);
+        /// Bytes of the request body for each unit, rounded up. Either this or request_json.
+        request_bytes_per_unit: integer(1, 1 << 30), required;
+        /// Multiplies the units.
+        weight: Factor, default = "1";
+        /// Multiplies the units by a value of the request: by is a key part, the other keys are
+        /// values or patterns. A value that can't be read has the highest weight.
+        weights: WEIGHTS;
+    }
+
+    pub(crate) static ACTUAL {
+        /// JSON pointer to a whole number in the response body; of a list of pointers, the first
+        /// that the response has counts.
+        response_json: TextList("JSON pointers such as \"/usage/total_tokens\""), required;
+        /// Header or trailer of the response with a whole number. Either this or response_json.
+        response_header: Text("the name of a header"), required;
+        /// Multiplies the number; may be negative. The sum of all is never below 0, and rounded up.
+        weight: Factor, default = "1";
+        /// As in estimate.
+        weights: WEIGHTS;
     }
 
     pub(super) static LEASE {
@@ -129,6 +180,9 @@ schema_table! {
         client_ips: TextList("networks such as \"10.0.0.0/8\""), default = "";
         /// Conditions on token claims, by name or JSON pointer. Of a list, one element must match.
         jwt: conditions("claim", |name| ClaimName::parse(name).map(KeyPart::Claim));
+        /// Conditions on values in the body, by JSON pointer or "/FIELD" of a form. A body that can't
+        /// be read meets them: see missing_key.
+        body: conditions("JSON pointer", |text| JsonPointer::parse(text).map(KeyPart::Body));
         /// Domain of rate-limit service calls. With domain or descriptors, only not is allowed
         /// beside them.
         domain: Text("the domain of Envoy's filter");

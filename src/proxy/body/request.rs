@@ -2,7 +2,7 @@
 
 mod http2_rest;
 
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
@@ -17,7 +17,6 @@ use tokio::time::{Instant, timeout};
 
 use super::replay_buffer::ReplayBuffer;
 use super::{BodyError, add_to_size_hint};
-use crate::proxy::UpstreamErrorKind;
 use crate::proxy::client_connection::ConnectionCloseReason;
 use crate::proxy::client_connection::connection_memory::UNREAD_FRAME_BYTES;
 use crate::proxy::client_connection::connection_monitor::ActiveRequestGuard;
@@ -25,6 +24,7 @@ use crate::proxy::client_connection::connection_output::ContinuePermit;
 use crate::proxy::connection_io::LazyTimer;
 use crate::proxy::http::header_lines::is_message_stream;
 use crate::proxy::http::request_validation::has_outer_white_space;
+use crate::proxy::{UpstreamError, UpstreamErrorKind};
 use http2_rest::discard_http2_rest;
 
 /// Maximum bytes of an unwanted request body that are read and dropped, so that the HTTP/1
@@ -243,6 +243,60 @@ impl RequestBody {
             Poll::Ready(Ok(()))
         })
         .await
+    }
+}
+
+impl RequestBody {
+    /// The failure of a request whose body the client did not send.
+    pub(crate) fn client_error(&self, error: &BodyError) -> UpstreamError {
+        let state = self.progress().map(|progress| progress.state.get());
+        let kind = match state {
+            Some(RequestBodyState::Failed(kind)) => kind,
+            _ => UpstreamErrorKind::ClientDisconnected,
+        };
+        kind.with_detail(error.to_string())
+    }
+
+    /// Reads the whole body if it has at most `most` bytes, and keeps what was read for the
+    /// upstream. Returns `None` for a longer body. If the future is dropped, the body is incomplete.
+    ///
+    /// # Errors
+    /// Fails if the client does not send it.
+    pub(crate) async fn read_whole(&self, most: u64) -> Result<Option<Bytes>, BodyError> {
+        let Some(body) = &self.0 else {
+            return Ok(Some(Bytes::new()));
+        };
+        // One buffer: many small frames would each keep a large allocation alive.
+        let mut read = BytesMut::new();
+        let end = poll_fn(|cx| {
+            let mut body = body.borrow_mut();
+            while body.received <= most {
+                let frame = match ready!(body.poll_client(cx)) {
+                    Some(frame) => frame?,
+                    None => return Poll::Ready(Ok(None)),
+                };
+                let bytes = frame.data_ref().map_or(0, Bytes::len);
+                body.active.monitor().memory.add_unread_frames(0, bytes);
+                body.read_ahead_bytes += bytes;
+                match frame.into_data() {
+                    Ok(data) => read.extend_from_slice(&data),
+                    Err(trailers) => return Poll::Ready(Ok(Some(trailers))),
+                }
+                if body.received <= most && body.incoming.is_end_stream() {
+                    body.is_complete = true;
+                    return Poll::Ready(Ok(None));
+                }
+            }
+            Poll::Ready(Ok(None))
+        });
+        let trailers = end.await?;
+        let read = read.freeze();
+        let mut body = body.borrow_mut();
+        let frames = [Some(Frame::data(read.clone())), trailers];
+        for frame in frames.into_iter().flatten() {
+            body.replay_buffer.append_frame(&frame);
+        }
+        Ok((body.received <= most).then_some(read))
     }
 }
 

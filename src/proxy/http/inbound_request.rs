@@ -117,6 +117,7 @@ impl InboundRequest {
             client_cert,
             has_joined_headers: false,
             is_peer_trusted: self.client.is_peer_trusted,
+            body: None,
             descriptor: None,
         }
     }

@@ -3,25 +3,25 @@
 //! Each body frame is scanned once on its way to the client. The scan delays no frame, and its
 //! memory is bounded whatever the upstream sends.
 
-mod json_scanner;
-
-pub(crate) use json_scanner::JsonPointerScanner;
-
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, StatusCode, header, response};
+use http::{HeaderMap, HeaderName, StatusCode, response};
 use http_body::Frame;
-use std::sync::Arc;
 
 use crate::enforcer::EstimatedCharge;
 use crate::limiter::MAX_UNITS;
-use crate::policy::{ActualCostSource, EstimateCost, JsonPointer, parse_whole_number};
+use crate::policy::{
+    ActualCost, JsonPointer, JsonPointerScanner, MediaType, ReportSource, parse_whole_number,
+};
 
 /// Estimated charges of one request that the response body or trailers will settle.
 ///
 /// If the meter is dropped before the response ends, a charge is settled only if the cost read by
 /// then exceeds the estimate: a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
-pub(crate) struct CostMeter(Vec<(ResponseCostReader, EstimatedCharge)>);
+pub(crate) struct CostMeter {
+    reports: ResponseReports,
+    charges: Vec<EstimatedCharge>,
+}
 
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
@@ -30,147 +30,194 @@ impl CostMeter {
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
-        let mut pending = Vec::new();
+        if estimates.is_empty() {
+            return None;
+        }
+        let sources = estimates.iter().flat_map(|one| one.cost.actual.sources());
+        let reports = ResponseReports::from_head(sources, response);
+        let mut charges = Vec::new();
         for estimate in estimates {
-            let reader = ResponseCostReader::new(Arc::clone(&estimate.cost), response);
-            match reader.state {
-                ResponseCostState::Known(Some(units)) => estimate.settle(units),
-                ResponseCostState::Known(None) => {}
-                ResponseCostState::AwaitingTrailers | ResponseCostState::ReadingBody(_) => {
-                    pending.push((reader, estimate))
-                }
+            if let ActualCost::Status(_) = estimate.cost.actual {
+                estimate.settle_by_status(response.status);
+            } else if estimate
+                .cost
+                .actual
+                .sources()
+                .any(|one| reports.awaits(one))
+            {
+                charges.push(estimate);
+            } else {
+                reports.settle(estimate);
             }
         }
-        (!pending.is_empty()).then(|| Box::new(Self(pending)))
+        (!charges.is_empty()).then(|| Box::new(Self { reports, charges }))
     }
 
     /// Reads costs from the next frame: body data or trailers.
     pub(crate) fn read_frame(&mut self, frame: &Frame<Bytes>) {
-        for (reader, _) in &mut self.0 {
-            if let Some(bytes) = frame.data_ref() {
-                reader.read_body_chunk(bytes);
-            } else if let Some(trailers) = frame.trailers_ref() {
-                reader.read_trailers(trailers);
-            }
+        if let Some(bytes) = frame.data_ref() {
+            self.reports.read_body_chunk(bytes);
+        } else if let Some(trailers) = frame.trailers_ref() {
+            self.reports.read_trailers(trailers);
         }
     }
 
     /// Settles all charges whose cost was found, after the complete body.
     pub(crate) fn settle(mut self) {
-        for (reader, estimate) in self.0.drain(..) {
-            if let Some(units) = reader.finish() {
-                estimate.settle(units);
-            }
+        self.reports.finish_body();
+        for estimate in self.charges.drain(..) {
+            self.reports.settle(estimate);
         }
     }
 }
 
 impl Drop for CostMeter {
     fn drop(&mut self) {
-        for (reader, estimate) in self.0.drain(..) {
-            let is_more = |units: &u64| *units > estimate.cost.estimate;
-            if let Some(units) = reader.known_units().filter(is_more) {
+        for estimate in self.charges.drain(..) {
+            let units = self.reports.units_for(&estimate);
+            if let Some(units) = units.filter(|units| *units > estimate.estimate) {
                 estimate.settle(units);
             }
         }
     }
 }
 
-/// Reads the actual units of one cost from one response.
+/// The numbers that one response reports.
 #[derive(Debug)]
-struct ResponseCostReader {
-    cost: Arc<EstimateCost>,
-    state: ResponseCostState,
+struct ResponseReports {
+    headers: Vec<HeaderReport>,
+    /// `None` if no number is in the body, or if the body can't be read.
+    body: Option<JsonBodyReader>,
 }
 
+/// A number in a header or trailer.
 #[derive(Debug)]
-enum ResponseCostState {
-    /// The final cost; `None` if the response has no cost or the cost is not a valid whole number.
-    Known(Option<u64>),
-    /// The response head does not have the cost header; the trailers may have it.
-    AwaitingTrailers,
-    /// The body may contain the cost. The reader is boxed because few responses are scanned.
-    ReadingBody(Box<JsonBodyReader>),
+struct HeaderReport {
+    name: HeaderName,
+    /// Whether the response has the header. Otherwise the trailers may have it.
+    is_found: bool,
+    /// `None` also if the header is repeated or not a whole number.
+    units: Option<u64>,
 }
 
-impl ResponseCostReader {
-    fn new(cost: Arc<EstimateCost>, response: &response::Parts) -> Self {
-        let state = match &cost.actual_source {
-            ActualCostSource::Header(name) if response.headers.contains_key(name) => {
-                ResponseCostState::Known(parse_units_header(&response.headers, name))
+impl ResponseReports {
+    fn from_head<'c>(
+        sources: impl Iterator<Item = &'c ReportSource>,
+        response: &response::Parts,
+    ) -> Self {
+        let (mut headers, mut pointers) = (Vec::new(), Vec::new());
+        for source in sources {
+            match source {
+                ReportSource::Header(name) => headers.push(HeaderReport {
+                    name: name.clone(),
+                    is_found: response.headers.contains_key(name),
+                    units: parse_units_header(&response.headers, name),
+                }),
+                ReportSource::Json(pointer) if !pointers.contains(pointer) => {
+                    pointers.push(pointer.clone());
+                }
+                ReportSource::Json(_) => {}
             }
-            ActualCostSource::Header(_) => ResponseCostState::AwaitingTrailers,
-            ActualCostSource::Status(_) => {
-                ResponseCostState::Known(cost.units_of_status(response.status))
+        }
+        Self {
+            headers,
+            body: JsonBodyReader::from_response(response, pointers),
+        }
+    }
+
+    /// Whether the rest of the response may report the number.
+    fn awaits(&self, source: &ReportSource) -> bool {
+        match source {
+            ReportSource::Header(name) => {
+                let mut headers = self.headers.iter();
+                headers.any(|one| one.name == *name && !one.is_found)
             }
-            ActualCostSource::Json(_) => match JsonBodyReader::from_response(response) {
-                Some(reader) => ResponseCostState::ReadingBody(Box::new(reader)),
-                None => ResponseCostState::Known(None),
-            },
-        };
-        Self { cost, state }
+            ReportSource::Json(_) => self.body.is_some(),
+        }
     }
 
     /// Scans the next bytes of the body.
     fn read_body_chunk(&mut self, bytes: &[u8]) {
-        if let (ResponseCostState::ReadingBody(reader), ActualCostSource::Json(pointer)) =
-            (&mut self.state, &self.cost.actual_source)
-        {
-            reader.read_chunk(bytes, pointer);
+        if let Some(body) = &mut self.body {
+            body.read_chunk(bytes);
         }
     }
 
-    /// Reads the cost header from the trailers if the response head did not have it.
+    /// Reads the headers that the response head did not have.
     fn read_trailers(&mut self, trailers: &HeaderMap) {
-        if let (ResponseCostState::AwaitingTrailers, ActualCostSource::Header(name)) =
-            (&self.state, &self.cost.actual_source)
-        {
-            self.state = ResponseCostState::Known(parse_units_header(trailers, name));
+        for header in self.headers.iter_mut().filter(|one| !one.is_found) {
+            header.units = parse_units_header(trailers, &header.name);
         }
     }
 
-    /// Returns the cost already read, even if the body is incomplete.
-    fn known_units(&self) -> Option<u64> {
-        match &self.state {
-            ResponseCostState::Known(units) => *units,
-            ResponseCostState::ReadingBody(reader) => reader.last_units,
-            ResponseCostState::AwaitingTrailers => None,
+    /// Ends the last document in the body.
+    fn finish_body(&mut self) {
+        if let Some(body) = &mut self.body {
+            body.finish_document();
         }
     }
 
-    /// Returns the actual cost after the complete body, or `None` if the estimate stands.
-    fn finish(self) -> Option<u64> {
-        match self.state {
-            ResponseCostState::ReadingBody(reader) => reader.finish(),
-            _ => self.known_units(),
+    /// The actual cost as far as it is reported.
+    fn units_for(&self, charge: &EstimatedCharge) -> Option<u64> {
+        charge.reported_units(|source| self.units_at(source))
+    }
+
+    /// The number at a source.
+    fn units_at(&self, source: &ReportSource) -> Option<u64> {
+        match source {
+            ReportSource::Header(name) => {
+                let mut headers = self.headers.iter();
+                headers.find(|one| one.name == *name)?.units
+            }
+            ReportSource::Json(pointer) => self.body.as_ref()?.units_at(pointer),
+        }
+    }
+
+    /// Settles a charge after the response. If no cost was reported, the estimate stands.
+    fn settle(&self, charge: EstimatedCharge) {
+        match self.units_for(&charge) {
+            Some(units) => charge.settle(units),
+            None => charge.keep_unreported(),
         }
     }
 }
 
-/// Parses the cost header. Returns `None` if it is repeated or not a valid whole number.
+/// Parses the cost header. Returns `None` if it is absent, repeated or not a valid whole number.
 fn parse_units_header(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     let mut values = headers.get_all(name).iter();
     let value = values.next().filter(|_| values.next().is_none())?;
     parse_whole_number(value.as_bytes()).filter(|units| *units <= MAX_UNITS)
 }
 
-/// Scans a body for the last JSON document that has a value at the pointer.
-#[derive(Debug, Default)]
+/// Scans a body for numbers: each in the last JSON document that has it.
+#[derive(Debug)]
 struct JsonBodyReader {
     format: JsonBodyFormat,
-    /// Scanner of the current document.
-    scanner: JsonPointerScanner,
-    /// The cost in the last complete document that had one.
-    last_units: Option<u64>,
+    numbers: Vec<NumberInBody>,
     /// Number of matched bytes of a leading byte order mark; the mark's full length after the
     /// check.
     bom_bytes_read: usize,
 }
 
+/// A number in the body.
+#[derive(Debug)]
+struct NumberInBody {
+    pointer: JsonPointer,
+    /// Scanner of the current document.
+    scanner: JsonPointerScanner,
+    /// The number in the last complete document that had one.
+    last_units: Option<u64>,
+}
+
+impl NumberInBody {
+    fn finish_document(&mut self) {
+        self.last_units = self.scanner.finish().or(self.last_units);
+    }
+}
+
 /// Layout of JSON documents in a body.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 enum JsonBodyFormat {
-    #[default]
     Document,
     /// One document per line.
     Lines,
@@ -182,54 +229,66 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl JsonBodyReader {
     /// Creates the reader for a JSON, NDJSON or event-stream body. Returns `None` for another media
-    /// type, a content coding or a partial response.
-    fn from_response(response: &response::Parts) -> Option<Self> {
-        let headers = &response.headers;
-        let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
-        let is_identity = |coding: &[u8]| coding.trim_ascii().eq_ignore_ascii_case(b"identity");
-        let is_unencoded = codings.all(|coding| is_identity(coding.as_bytes()));
-        if !is_unencoded || response.status == StatusCode::PARTIAL_CONTENT {
+    /// type, a content coding or a partial response, and without a number to read.
+    fn from_response(response: &response::Parts, pointers: Vec<JsonPointer>) -> Option<Self> {
+        if pointers.is_empty() || response.status == StatusCode::PARTIAL_CONTENT {
             return None;
         }
-        let content_type = headers.get(header::CONTENT_TYPE)?.to_str().ok()?;
-        let media_type = content_type.split(';').next()?.trim().to_ascii_lowercase();
-        let format = match media_type.as_str() {
+        let media_type = MediaType::from_headers(&response.headers)?;
+        let format = match &*media_type.name {
             "text/event-stream" => JsonBodyFormat::EventStream(EventStreamParser::default()),
             "application/x-ndjson" | "application/ndjson" | "application/jsonl" => {
                 JsonBodyFormat::Lines
             }
-            "application/json" => JsonBodyFormat::Document,
-            other if other.ends_with("+json") => JsonBodyFormat::Document,
-            _ => return None,
+            other => MediaType::is_json(other).then_some(JsonBodyFormat::Document)?,
         };
+        let numbers = pointers.into_iter().map(|pointer| NumberInBody {
+            pointer,
+            scanner: JsonPointerScanner::default(),
+            last_units: None,
+        });
         Some(Self {
             format,
-            ..Self::default()
+            numbers: numbers.collect(),
+            bom_bytes_read: 0,
         })
     }
 
-    fn read_chunk(&mut self, bytes: &[u8], pointer: &JsonPointer) {
+    fn read_chunk(&mut self, bytes: &[u8]) {
         let bytes = self.skip_byte_order_mark(bytes);
+        let numbers = &mut self.numbers;
+        let mut read_part = |part: Option<&[u8]>| {
+            for number in numbers.iter_mut() {
+                match part {
+                    Some(part) => number.scanner.read_chunk(part, &number.pointer),
+                    None => number.finish_document(),
+                }
+            }
+        };
         match &mut self.format {
-            JsonBodyFormat::Document => self.scanner.read_chunk(bytes, pointer),
+            JsonBodyFormat::Document => read_part(Some(bytes)),
             JsonBodyFormat::Lines => {
                 for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-                    self.scanner.read_chunk(part, pointer);
+                    read_part(Some(part));
                     if part.ends_with(b"\n") {
-                        self.last_units = self.scanner.finish().or(self.last_units);
+                        read_part(None);
                     }
                 }
             }
-            JsonBodyFormat::EventStream(events) => events.parse(bytes, |data| match data {
-                Some(part) => self.scanner.read_chunk(part, pointer),
-                None => self.last_units = self.scanner.finish().or(self.last_units),
-            }),
+            JsonBodyFormat::EventStream(events) => events.parse(bytes, read_part),
         }
     }
 
-    /// Ends the last document at the end of the body and returns the last cost found.
-    fn finish(mut self) -> Option<u64> {
-        self.scanner.finish().or(self.last_units)
+    fn finish_document(&mut self) {
+        self.numbers
+            .iter_mut()
+            .for_each(NumberInBody::finish_document);
+    }
+
+    /// The number in the last complete document that had one.
+    fn units_at(&self, pointer: &JsonPointer) -> Option<u64> {
+        let mut numbers = self.numbers.iter();
+        numbers.find(|one| one.pointer == *pointer)?.last_units
     }
 
     /// Skips a byte order mark at the start of the body, which some JSON bodies and event streams

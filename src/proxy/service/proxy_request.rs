@@ -13,7 +13,7 @@ use super::ProxyService;
 use super::held_exchange::{HeldExchange, await_until_deadline};
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
-use crate::policy::{PolicyTable, SelfServiceSettings};
+use crate::policy::{Facts, PolicyTable, SelfServiceSettings};
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::headers::ForwardingContext;
@@ -53,13 +53,27 @@ impl ProxyService {
         let trace = TraceParent::from_headers(&parts.headers);
         let recording = self.start_trace_recording(trace, &parts, &inbound, &context);
 
-        // 2. Decide. A tunnel is counted first: nothing is charged for one too many.
-        let tunnel_count = self.count_tunnel(&inbound, table);
+        // 2. Decide. A tunnel is counted and a body read first: nothing is charged for one too many,
+        // or for a body that ends early.
+        let mut tunnel_count = self.count_tunnel(&inbound, table);
+        let (mut body_facts, mut asked_at) = (None, context.arrived_at);
+        if has_body && table.reads_bodies() && tunnel_count.is_ok() {
+            let reading = self.read_body(&parts, &inbound, &context, &body);
+            match Box::pin(reading).await {
+                Ok(facts) => body_facts = facts.map(Box::new),
+                Err(error) => tunnel_count = Err(Box::new(error)),
+            }
+            asked_at = Instant::now();
+        }
         let mut verdict = match &tunnel_count {
             Ok(_) => {
-                let facts = inbound.facts(&parts, peer.certificate_subject.as_ref());
-                let (enforcer, arrived_at) = (&self.enforcer, context.arrived_at);
-                enforcer.decide_request(&policies, &facts, arrived_at).await
+                let facts = Facts {
+                    body: body_facts.as_deref(),
+                    ..inbound.facts(&parts, peer.certificate_subject.as_ref())
+                };
+                self.enforcer
+                    .decide_request(&policies, &facts, asked_at)
+                    .await
             }
             Err(_) => Verdict::default(),
         };

@@ -276,9 +276,7 @@ impl UpstreamClient {
 }
 
 /// Returns the error kind if the request failed because of the client's body; otherwise `None`.
-pub(crate) fn client_error_kind(
-    progress: Option<&RequestBodyProgress>,
-) -> Option<UpstreamErrorKind> {
+fn client_error_kind(progress: Option<&RequestBodyProgress>) -> Option<UpstreamErrorKind> {
     match progress?.state.get() {
         RequestBodyState::Failed(kind) => Some(kind),
         _ => None,

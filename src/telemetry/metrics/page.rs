@@ -25,6 +25,8 @@ impl Metrics {
         write_metrics! { page;
             Counter "tidegate_settlements_lost" = self.sum_counter(|worker| &worker.lost_settlements),
                 "Settlements of actual costs that could not be sent to the store. The estimate stands.";
+            Counter "tidegate_costs_unreported" = self.sum_counter(|worker| &worker.unreported_costs),
+                "Responses that did not report the actual cost of a request. The estimate stands.";
         }
         if let Some(counts) = &self.export_counts {
             let counts = counts.iter().map(|count| count.load(Ordering::Relaxed));

@@ -79,6 +79,8 @@ pub struct WorkerMetrics {
     pub unmatched_descriptors: SingleWriterCounter,
     /// Settlements that could not be sent to the store.
     pub lost_settlements: SingleWriterCounter,
+    /// Responses that did not report their cost.
+    pub unreported_costs: SingleWriterCounter,
     /// Present if metrics are exported by OTLP.
     http_server: Option<Arc<HttpServerMetrics>>,
 }
@@ -110,6 +112,7 @@ impl WorkerMetrics {
             rls_calls: LabelledCounters::new(labels.rls_call_results),
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
+            unreported_costs: SingleWriterCounter::default(),
             http_server: is_exported.then(Arc::default),
         }
     }

@@ -1,4 +1,5 @@
 use super::*;
+use crate::policy::{Factor, Weight};
 use http::Response;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -6,25 +7,43 @@ use std::time::{Duration, Instant};
 
 const TOTAL_TOKENS_SOURCE: &str = "response_json:/usage/total_tokens";
 
-fn build_cost_reader(actual: &str, fields: &[(&str, &str)]) -> ResponseCostReader {
-    let cost = EstimateCost {
-        estimate: 5,
-        actual_source: ActualCostSource::parse(actual).unwrap(),
-    };
+/// Reads one actual cost from one response.
+struct CostReader {
+    actual: ActualCost,
+    reports: ResponseReports,
+}
+
+impl CostReader {
+    fn new(actual: &str, response: &response::Parts) -> Self {
+        let actual = ActualCost::from_source(ReportSource::parse(actual).unwrap(), Weight::ONE);
+        let reports = ResponseReports::from_head(actual.sources(), response);
+        Self { actual, reports }
+    }
+
+    fn finish(mut self) -> Option<u64> {
+        self.reports.finish_body();
+        self.actual
+            .reported_units(&[Factor::ONE], |source| self.reports.units_at(source))
+    }
+}
+
+fn build_cost_reader(actual: &str, fields: &[(&str, &str)]) -> CostReader {
     let response = fields
         .iter()
         .fold(Response::builder(), |response, (name, value)| {
             response.header(*name, *value)
         });
-    ResponseCostReader::new(Arc::new(cost), &response.body(()).unwrap().into_parts().0)
+    CostReader::new(actual, &response.body(()).unwrap().into_parts().0)
 }
 
-fn build_cost_reader_for_type(actual: &str, media_type: &str) -> ResponseCostReader {
+fn build_cost_reader_for_type(actual: &str, media_type: &str) -> CostReader {
     build_cost_reader(actual, &[("content-type", media_type)])
 }
 
-fn read_units_from_parts(mut reader: ResponseCostReader, parts: &[&[u8]]) -> Option<u64> {
-    parts.iter().for_each(|part| reader.read_body_chunk(part));
+fn read_units_from_parts(mut reader: CostReader, parts: &[&[u8]]) -> Option<u64> {
+    parts
+        .iter()
+        .for_each(|part| reader.reports.read_body_chunk(part));
     reader.finish()
 }
 
@@ -87,15 +106,15 @@ fn reads_trailers_if_the_head_lacks_the_header() {
     let trailers = HeaderMap::from_iter([("x-units".parse().unwrap(), "23".parse().unwrap())]);
     let units_after_trailers = |fields: &[(&str, &str)]| {
         let mut reader = build_cost_reader("response_header:x-units", fields);
-        reader.read_body_chunk(b"17");
-        reader.read_trailers(&trailers);
+        reader.reports.read_body_chunk(b"17");
+        reader.reports.read_trailers(&trailers);
         reader.finish()
     };
     assert_eq!(units_after_trailers(&[]), Some(23));
     assert_eq!(units_after_trailers(&[("x-units", "17")]), Some(17));
     assert_eq!(units_after_trailers(&[("x-units", "many")]), None);
     let mut json = build_cost_reader_for_type(TOTAL_TOKENS_SOURCE, "application/json");
-    json.read_trailers(&trailers);
+    json.reports.read_trailers(&trailers);
     assert_eq!(json.finish(), None);
 }
 
@@ -356,10 +375,6 @@ fn ignores_bodies_of_other_types_encoded_or_partial() {
         );
     }
     assert_eq!(units_from_body(&[]), None);
-    let cost = EstimateCost {
-        estimate: 5,
-        actual_source: ActualCostSource::parse(TOTAL_TOKENS_SOURCE).unwrap(),
-    };
     let part = Response::builder()
         .status(206)
         .header("content-type", "application/json")
@@ -367,7 +382,7 @@ fn ignores_bodies_of_other_types_encoded_or_partial() {
         .unwrap();
     assert_eq!(
         read_units_from_parts(
-            ResponseCostReader::new(Arc::new(cost), &part.into_parts().0),
+            CostReader::new(TOTAL_TOKENS_SOURCE, &part.into_parts().0),
             &[body]
         ),
         None
@@ -401,12 +416,10 @@ fn hostile_bodies_take_bounded_memory_and_linear_time() {
     ] {
         let mut reader = build_cost_reader_for_type(TOTAL_TOKENS_SOURCE, media_type);
         for part in body.as_bytes().chunks(16 << 10) {
-            reader.read_body_chunk(part);
-            let ResponseCostState::ReadingBody(body_reader) = &reader.state else {
-                panic!("the reader stopped before the end of the body")
-            };
+            reader.reports.read_body_chunk(part);
+            let body_reader = reader.reports.body.as_ref().unwrap();
             assert!(
-                body_reader.scanner.buffer_capacity() <= 1024,
+                body_reader.numbers[0].scanner.buffer_capacity() <= 1024,
                 "{media_type} {:.40}",
                 body
             );

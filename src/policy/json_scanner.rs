@@ -1,11 +1,13 @@
-//! Incremental search for one number in a JSON document, by JSON pointer.
+//! Incremental search for one value in a JSON document, by JSON pointer: of responses as they pass,
+//! and of the start of request bodies.
 //!
 //! A parser of the whole document would have to buffer strings of any length. This scanner keeps
-//! only its position, the key to compare and the number. The scanner follows the structure of JSON,
+//! only its position, the key to compare and the value. The scanner follows the structure of JSON,
 //! but does not validate it fully: malformed literals outside the path are accepted.
 
+use super::{JsonPointer, JsonPointerToken};
 use crate::limiter::MAX_UNITS;
-use crate::policy::{JsonPointer, JsonPointerToken};
+use std::borrow::Cow;
 
 /// Maximum nesting depth of objects and arrays, one bit each in `object_bits`.
 const MAX_DEPTH: usize = 128;
@@ -13,11 +15,14 @@ const MAX_DEPTH: usize = 128;
 const MAX_NUMBER_BYTES: usize = 64;
 /// Length of the longest JSON encoding of one byte of a key, such as `\u0041`.
 const MAX_JSON_BYTES_PER_KEY_BYTE: usize = 6;
+/// Maximum length of a string or key of a request that is read, as written.
+const MAX_TEXT_BYTES: usize = 1024;
 
-/// Scanner of one JSON document for the number at a pointer. The pointer's length bounds the
-/// memory.
+/// Scanner of one JSON document for the value at a pointer. The memory is bounded by the pointer's
+/// length, or in a request by [`MAX_TEXT_BYTES`].
 #[derive(Debug, Default)]
 pub(crate) struct JsonPointerScanner {
+    purpose: ScanPurpose,
     state: JsonScanState,
     depth: usize,
     /// One bit per open container, the innermost in the lowest bit: 1 for an object, 0 for an
@@ -29,10 +34,55 @@ pub(crate) struct JsonPointerScanner {
     array_index: u64,
     /// Whether the current or next value is on the pointer's path.
     is_value_on_path: bool,
-    /// Text of the key to compare or of the number: at most one byte more than the longest valid
+    /// Text of the key to compare or of the value: at most one byte more than the longest valid
     /// one.
     buffer: Vec<u8>,
-    found_units: Option<u64>,
+    found: FoundValue,
+    /// Whether the root is a list of documents, and the current value one of them.
+    is_root_list: bool,
+    /// One bit per container on the path: 1 if it had the name that the path goes through.
+    named_bits: u128,
+    /// Whether parsers may disagree on the value: see [`ScanPurpose::Request`].
+    is_ambiguous: bool,
+}
+
+/// What the value is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum ScanPurpose {
+    /// A number that the app reports. Of repeated names the last counts, as in most JSON parsers,
+    /// and of a list of documents the last one that has the number.
+    #[default]
+    Response,
+    /// A value that the client chose. What parsers may read differently is ambiguous: a name on the
+    /// path that occurs twice or in another spelling, and a list at the root.
+    Request,
+}
+
+/// What is at the pointer.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+enum FoundValue {
+    #[default]
+    Nothing,
+    /// A string as written between its quotes.
+    Text(Vec<u8>),
+    /// A number, `true`, `false` or `null`.
+    Literal(Vec<u8>),
+    /// An object or a list.
+    Container,
+}
+
+/// A value of a request body.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum BodyValue {
+    /// There is none, or it is `null`.
+    #[default]
+    Absent,
+    /// A string, or `true` or `false`.
+    Text(Box<str>),
+    /// A whole number of at most 2^53 in decimal digits, perhaps after a minus sign.
+    Number(Box<str>),
+    /// Apps may read different values, or it is not a single value.
+    Unreadable,
 }
 
 /// What the scanner expects next, or what it is inside of.
@@ -64,6 +114,21 @@ enum JsonStringRole {
 }
 
 impl JsonPointerScanner {
+    /// Reads the value in a body of a client that is valid JSON.
+    pub(super) fn read_request(body: &[u8], pointer: &JsonPointer) -> BodyValue {
+        let mut scan = Self {
+            purpose: ScanPurpose::Request,
+            ..Self::default()
+        };
+        scan.read_chunk(body, pointer);
+        // A literal may be the whole document.
+        scan.read_chunk(b"\n", pointer);
+        if scan.state != JsonScanState::Done || scan.is_ambiguous {
+            return BodyValue::Unreadable;
+        }
+        scan.found.into_body_value()
+    }
+
     /// Scans the next bytes of the document.
     pub(crate) fn read_chunk(&mut self, mut bytes: &[u8], pointer: &JsonPointer) {
         while let Some((&byte, rest)) = bytes.split_first() {
@@ -71,7 +136,7 @@ impl JsonPointerScanner {
                 JsonScanState::Invalid => return,
                 JsonScanState::InString(role) => self.read_string_part(role, bytes, pointer),
                 JsonScanState::InStringEscape(role) => {
-                    self.buffer_key_part(role, &[byte], pointer);
+                    self.buffer_string_part(role, &[byte], pointer);
                     self.state = JsonScanState::InString(role);
                     rest
                 }
@@ -87,14 +152,15 @@ impl JsonPointerScanner {
     /// Ends the document and resets the scanner for the next document. Returns the number at the
     /// pointer if the document is complete and has one.
     pub(crate) fn finish(&mut self) -> Option<u64> {
-        let Self {
-            found_units, state, ..
-        } = std::mem::take(self);
-        found_units.filter(|_| state == JsonScanState::Done)
+        let Self { found, state, .. } = std::mem::take(self);
+        match found {
+            FoundValue::Literal(literal) if state == JsonScanState::Done => parse_units(&literal),
+            _ => None,
+        }
     }
 
     #[cfg(test)]
-    pub(super) fn buffer_capacity(&self) -> usize {
+    pub(crate) fn buffer_capacity(&self) -> usize {
         self.buffer.capacity()
     }
 
@@ -103,6 +169,11 @@ impl JsonPointerScanner {
         let is_in_object = self.object_bits & 1 == 1;
         match (self.state, byte) {
             (_, b' ' | b'\t' | b'\n' | b'\r') => {}
+            (JsonScanState::CommaOrEnd | JsonScanState::ElementOrEnd, b']')
+                if self.is_root_list && self.depth == 0 =>
+            {
+                self.state = JsonScanState::Done;
+            }
             (JsonScanState::ElementOrEnd, b']') | (JsonScanState::KeyOrEnd, b'}') => {
                 self.close_container(pointer)
             }
@@ -136,9 +207,27 @@ impl JsonPointerScanner {
             let token = self.expected_token(pointer);
             self.set_value_on_path(token.is_some_and(|token| token.index == index));
         }
+        let is_document_list = byte == b'['
+            && self.depth == 0
+            && !self.is_root_list
+            && (pointer.tokens().first()).is_some_and(|token| token.index.is_none());
+        if is_document_list {
+            self.is_root_list = true;
+            self.is_ambiguous = true;
+            self.state = JsonScanState::ElementOrEnd;
+            return;
+        }
         match byte {
-            b'{' | b'[' => self.open_container(byte == b'{', pointer),
-            b'"' => self.state = JsonScanState::InString(JsonStringRole::Value),
+            b'{' | b'[' => {
+                if self.is_at_pointer(pointer) {
+                    self.found = FoundValue::Container;
+                }
+                self.open_container(byte == b'{', pointer);
+            }
+            b'"' => {
+                self.buffer.clear();
+                self.state = JsonScanState::InString(JsonStringRole::Value);
+            }
             _ if is_literal_byte(byte) => {
                 self.buffer.clear();
                 self.buffer.push(byte);
@@ -159,6 +248,7 @@ impl JsonPointerScanner {
         if is_on_path {
             self.path_depth = self.depth;
             self.array_index = 0;
+            self.named_bits <<= 1;
         }
         self.state = if is_object {
             JsonScanState::KeyOrEnd
@@ -173,6 +263,7 @@ impl JsonPointerScanner {
         self.object_bits >>= 1;
         if was_on_path {
             self.path_depth = self.depth;
+            self.named_bits >>= 1;
             // Restores the index in a parent array: the closed container was its element on the
             // path.
             let token = self.expected_token(pointer);
@@ -183,7 +274,7 @@ impl JsonPointerScanner {
 
     /// Sets the state that follows a complete value.
     fn finish_value(&mut self) {
-        self.state = if self.depth == 0 {
+        self.state = if self.depth == 0 && !self.is_root_list {
             JsonScanState::Done
         } else {
             JsonScanState::CommaOrEnd
@@ -200,20 +291,26 @@ impl JsonPointerScanner {
         let is_end = |byte: &u8| matches!(byte, b'"' | b'\\' | ..b' ');
         let end = bytes.iter().position(is_end);
         let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
-        self.buffer_key_part(role, part, pointer);
+        self.buffer_string_part(role, part, pointer);
         let Some((&byte, rest)) = rest.split_first() else {
             return rest;
         };
         match (byte, role) {
             (b'\\', _) => {
-                self.buffer_key_part(role, b"\\", pointer);
+                self.buffer_string_part(role, b"\\", pointer);
                 self.state = JsonScanState::InStringEscape(role);
             }
-            (b'"', JsonStringRole::Value) => self.finish_value(),
+            (b'"', JsonStringRole::Value) => {
+                if self.is_at_pointer(pointer) {
+                    self.found = FoundValue::Text(std::mem::take(&mut self.buffer));
+                }
+                self.finish_value();
+            }
             (b'"', JsonStringRole::Key) => {
                 let token = self.expected_token(pointer);
                 let matches = |token: &JsonPointerToken| key_matches(&self.buffer, &token.name);
                 let is_on_path = token.is_some_and(matches);
+                self.note_name(token, is_on_path);
                 self.set_value_on_path(is_on_path);
                 self.state = JsonScanState::Colon;
             }
@@ -228,20 +325,39 @@ impl JsonPointerScanner {
         let (part, rest) = bytes.split_at(end.unwrap_or(bytes.len()));
         self.buffer_bytes_up_to(part, MAX_NUMBER_BYTES);
         if end.is_some() {
-            if self.is_value_on_path && self.depth == pointer.tokens().len() {
-                self.found_units = parse_units(&self.buffer);
+            if self.is_at_pointer(pointer) {
+                self.found = FoundValue::Literal(std::mem::take(&mut self.buffer));
             }
             self.finish_value();
         }
         rest
     }
 
-    /// Records whether the next value is on the path. A value on the path discards a number already
+    /// Records whether the next value is on the path. A value on the path discards one already
     /// found: of repeated names the last counts, as in most JSON parsers.
     fn set_value_on_path(&mut self, is_on_path: bool) {
         self.is_value_on_path = is_on_path;
         if is_on_path {
-            self.found_units = None;
+            self.found = FoundValue::Nothing;
+        }
+    }
+
+    /// Whether the current value is the one that the pointer names.
+    fn is_at_pointer(&self, pointer: &JsonPointer) -> bool {
+        self.is_value_on_path && self.depth == pointer.tokens().len()
+    }
+
+    /// Notes that an object of a request has the expected name twice, or a look-alike of it.
+    fn note_name(&mut self, expected: Option<&JsonPointerToken>, is_on_path: bool) {
+        let (ScanPurpose::Request, Some(expected)) = (self.purpose, expected) else {
+            return;
+        };
+        if is_on_path {
+            self.is_ambiguous |= self.named_bits & 1 == 1;
+            self.named_bits |= 1;
+        } else {
+            let is_long = self.buffer.len() > MAX_TEXT_BYTES;
+            self.is_ambiguous |= is_long || is_look_alike(&self.buffer, &expected.name);
         }
     }
 
@@ -260,10 +376,18 @@ impl JsonPointerScanner {
         pointer.tokens().get(index?)
     }
 
-    fn buffer_key_part(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {
-        if let (JsonStringRole::Key, Some(token)) = (role, self.expected_token(pointer)) {
-            self.buffer_bytes_up_to(part, token.name.len() * MAX_JSON_BYTES_PER_KEY_BYTE);
-        }
+    /// Buffers a part of a key to compare, or of the value at the pointer.
+    fn buffer_string_part(&mut self, role: JsonStringRole, part: &[u8], pointer: &JsonPointer) {
+        let is_request = self.purpose == ScanPurpose::Request;
+        let most = match (role, self.expected_token(pointer)) {
+            (JsonStringRole::Key, Some(_)) if is_request => MAX_TEXT_BYTES,
+            (JsonStringRole::Key, Some(token)) => token.name.len() * MAX_JSON_BYTES_PER_KEY_BYTE,
+            (JsonStringRole::Value, _) if is_request && self.is_at_pointer(pointer) => {
+                MAX_TEXT_BYTES
+            }
+            _ => return,
+        };
+        self.buffer_bytes_up_to(part, most);
     }
 
     fn buffer_bytes_up_to(&mut self, part: &[u8], max_bytes: usize) {
@@ -272,13 +396,69 @@ impl JsonPointerScanner {
     }
 }
 
+impl FoundValue {
+    fn into_body_value(self) -> BodyValue {
+        let value = match &self {
+            Self::Nothing => Some(BodyValue::Absent),
+            Self::Text(raw) if raw.len() > MAX_TEXT_BYTES => None,
+            Self::Text(raw) => decode_string(raw).map(|text| BodyValue::Text(text.into())),
+            Self::Literal(literal) => match literal.as_slice() {
+                b"null" => Some(BodyValue::Absent),
+                b"true" => Some(BodyValue::Text("true".into())),
+                b"false" => Some(BodyValue::Text("false".into())),
+                number => canonical_number(number).map(|text| BodyValue::Number(text.into())),
+            },
+            Self::Container => None,
+        };
+        value.unwrap_or(BodyValue::Unreadable)
+    }
+}
+
+/// Decodes a string, as written between its quotes. `None` if it is not valid Unicode.
+fn decode_string(raw: &[u8]) -> Option<Cow<'_, str>> {
+    if !raw.contains(&b'\\') {
+        return std::str::from_utf8(raw).ok().map(Cow::Borrowed);
+    }
+    let quoted = [b"\"", raw, b"\""].concat();
+    serde_json::from_slice(&quoted).ok().map(Cow::Owned)
+}
+
 /// Whether a key, as written between its quotes, equals `name`.
 fn key_matches(raw_key: &[u8], name: &str) -> bool {
     if !raw_key.contains(&b'\\') {
         return raw_key == name.as_bytes();
     }
-    let quoted = [b"\"", raw_key, b"\""].concat();
-    serde_json::from_slice::<String>(&quoted).is_ok_and(|text| text == name)
+    decode_string(raw_key).is_some_and(|text| text == name)
+}
+
+/// Whether some parser may take a key, as written between its quotes, for `name`: they differ only
+/// in letter case, `_` or `-` (Go and .NET ignore case, protobuf and Fastjson also the signs), or
+/// the key is not valid Unicode.
+fn is_look_alike(raw_key: &[u8], name: &str) -> bool {
+    let Some(key) = decode_string(raw_key) else {
+        return true;
+    };
+    // Twice, as U+212A is a capital of "k" and U+017F a small letter of "S".
+    let fold = |text: &str| {
+        let capitals = text.to_uppercase().to_lowercase();
+        capitals.replace(['_', '-'], "")
+    };
+    let folded = fold(name);
+    !folded.is_empty() && fold(&key) == folded
+}
+
+/// The digits of a whole number that all parsers read as the same one, also if written as `5.0` or
+/// `5e0`.
+fn canonical_number(literal: &[u8]) -> Option<String> {
+    let magnitude = literal.strip_prefix(b"-").unwrap_or(literal);
+    let sign = if magnitude.len() < literal.len() {
+        "-"
+    } else {
+        ""
+    };
+    let units = parse_units(magnitude)?;
+    let sign = if units == 0 { "" } else { sign };
+    Some(format!("{sign}{units}"))
 }
 
 /// Parses a cost from a JSON number. Also accepts whole numbers written as `1.2e2` or `120.0`,
