@@ -13,6 +13,7 @@ mod own_limits;
 mod plan_verdict;
 mod planned_policy;
 mod rate_limit_call;
+mod stream_slices;
 mod verdict;
 
 pub use crate::store::{ConcurrencySlotGuard, DecisionSource};
@@ -23,6 +24,7 @@ pub use estimated_charge::EstimatedCharge;
 pub use explain::{PolicyExplanation, PolicyLimits, PolicyStep, explain_request};
 pub use own_limits::OwnLimits;
 pub use rate_limit_call::{CallVerdict, DescriptorVerdict};
+pub use stream_slices::{SliceDecision, StreamSlices};
 pub use verdict::{
     LimitRejection, LimitReport, RejectionReason, RequestOutcome, RetryHint, UnenforcedRejections,
     Verdict,

@@ -36,8 +36,9 @@ mod value_pattern;
 
 pub use cors::CorsOrigins;
 pub use cost::{
-    ActualCost, CostSource, CountedStatuses, Estimate, EstimateCost, Factor, FactorsOfRequest,
-    HeaderCost, ReportSource, ReportedUnits, StatedSource, StatedUnits, Weight, WeightsByValue,
+    ActualCost, CostSource, CountedStatuses, CutOff, Estimate, EstimateCost, Factor,
+    FactorsOfRequest, HeaderCost, ReportSource, ReportedUnits, StatedSource, StatedUnits, Weight,
+    WeightsByValue,
 };
 pub use coverage::{CoverageIndex, merge_ascending};
 pub use descriptor::Descriptor;

@@ -293,6 +293,9 @@ impl<'t> ChargePlan<'t> {
                 cost: Arc::clone(estimate.cost),
                 factors: estimate.factors.clone(),
                 estimate: planned_policy.cost,
+                slices: planned_policy
+                    .stream_slices(settlements.store())
+                    .map(Box::new),
                 counters: counters.collect(),
                 counted: response_counters.collect(),
                 settlements: Arc::clone(settlements),

@@ -1,7 +1,8 @@
 //! Settles charges that were made by an estimate of the cost.
 
+use super::stream_slices::StreamSlices;
 use crate::limiter::{Amendment, Limit};
-use crate::policy::{ActualCost, EstimateCost, FactorsOfRequest, ReportSource};
+use crate::policy::{ActualCost, EstimateCost, Factor, FactorsOfRequest, ReportSource};
 use crate::store::{LimitAndKey, SettlementQueue};
 use crate::telemetry::LogThrottle;
 use http::StatusCode;
@@ -22,6 +23,8 @@ pub struct EstimatedCharge {
     pub(super) factors: Box<FactorsOfRequest>,
     /// The estimated units, which stand until the charge is settled.
     pub estimate: u64,
+    /// Further charges while the response streams, if it may be cut off.
+    pub slices: Option<Box<StreamSlices>>,
     /// The charged counters, each with the time at which the charge counts (µs, store's clock).
     pub(super) counters: SmallVec<[(LimitAndKey, u64); 1]>,
     /// The response counters, if only those start the block of the policy.
@@ -38,15 +41,58 @@ impl EstimatedCharge {
         self.cost.actual.reported_units(&self.factors, read)
     }
 
-    /// Whether the actual cost is in the response body.
-    pub fn is_settled_from_body(&self) -> bool {
+    /// The units charged by now: the estimate, and slices of the response.
+    pub fn charged_units(&self) -> u64 {
+        let slices = self.slices.as_ref();
+        let taken = slices.map_or(0, |slices| slices.taken_units());
+        self.estimate.saturating_add(taken)
+    }
+
+    /// The units that bytes of the response count, rounded up, while it reports none.
+    pub fn units_of_bytes(&self, bytes: u64) -> u64 {
+        self.cost.cut_off.map_or(0, |cut_off| {
+            let units = bytes.div_ceil(cut_off.bytes_per_unit);
+            Factor::highest_of(&self.factors).times_units(units)
+        })
+    }
+
+    /// The bytes of the response that count as so many units.
+    pub fn bytes_of_units(&self, units: u64) -> u64 {
+        self.cost.cut_off.map_or(u64::MAX, |cut_off| {
+            let units = Factor::highest_of(&self.factors).units_within(units);
+            units.saturating_mul(cut_off.bytes_per_unit)
+        })
+    }
+
+    /// Counts a response that was cut off.
+    pub fn record_cut_off(&self) {
+        self.settlements.record_cut_off();
+        static LOG: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(LOG_INTERVAL));
+        if let Some(count) = LOG.record_occurrence(Instant::now()) {
+            let (policy, charged) = (self.policy_name(), self.charged_units());
+            tracing::info!(
+                policy,
+                charged,
+                responses = count,
+                "response cut off: its key has nothing left"
+            );
+        }
+    }
+
+    fn policy_name(&self) -> &str {
+        let counter = self.counters.first();
+        counter.map_or("", |((_, key), _)| key.policy_name())
+    }
+
+    /// Whether the response body has to be read: it reports the cost, or may be cut off.
+    pub fn reads_body(&self) -> bool {
         let mut sources = self.cost.actual.sources();
-        sources.any(|source| matches!(source, ReportSource::Json(_)))
+        self.slices.is_some() || sources.any(|source| matches!(source, ReportSource::Json(_)))
     }
 
     /// Whether the key's next request depends on the units that the head of the response returns.
     pub fn delays_response(&self) -> bool {
-        self.exhausts_limit && !self.is_settled_from_body()
+        self.exhausts_limit && !self.reads_body()
     }
 
     /// Keeps the estimate, because the response reports no cost.
@@ -54,11 +100,7 @@ impl EstimatedCharge {
         self.settlements.record_unreported_cost();
         static LOG: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(LOG_INTERVAL));
         if let Some(count) = LOG.record_occurrence(Instant::now()) {
-            let policy = self
-                .counters
-                .first()
-                .map_or("", |((_, key), _)| key.policy_name());
-            let (estimate, actual) = (self.estimate, &self.cost.actual);
+            let (policy, estimate, actual) = (self.policy_name(), self.estimate, &self.cost.actual);
             tracing::warn!(policy, estimate, %actual, responses = count, "the response does not report its cost; the estimate stands");
         }
     }
@@ -82,27 +124,37 @@ impl EstimatedCharge {
     /// Settles the charge by the actual units: charges the missing ones or credits the excess. The
     /// settlement is queued, and not yet sent to Redis when this returns.
     pub fn settle(mut self, actual_units: u64) {
-        let estimate = self.estimate;
-        if actual_units == estimate {
+        let charged = self.charged_units();
+        if actual_units == charged {
             return;
         }
         // A response that costs less than its reservation does not count.
         self.counted.clear();
+        let counters = std::mem::take(&mut self.counters);
+        if let Some(missing) = actual_units.checked_sub(charged) {
+            let charge = |(place, _)| (place, Amendment::Charge(missing));
+            return (self.settlements).apply_or_enqueue(counters.into_iter().map(charge));
+        }
         // The request has left its queue, so the next one keeps its distance.
-        let is_changed = |limit: &Limit| actual_units > estimate || !limit.algorithm.is_queue();
-        let amendment = |at_us| match actual_units.checked_sub(estimate) {
-            Some(units) => Amendment::Charge(units),
-            None => Amendment::Credit {
-                units: estimate.saturating_sub(actual_units),
-                at_us,
-            },
-        };
-        self.settlements.apply_or_enqueue(
-            std::mem::take(&mut self.counters)
-                .into_iter()
-                .filter(|((limit, _), _)| is_changed(limit))
-                .map(|(place, at_us)| (place, amendment(at_us))),
-        );
+        let is_queue = |limit: &Limit| limit.algorithm.is_queue();
+        let mut excess = charged.saturating_sub(actual_units);
+        let slices = self.slices.take().map(|slices| slices.taken);
+        let slices = slices.unwrap_or_default().into_iter().rev();
+        let slices = slices.map(|slice| (slice.units, slice.charged_at_us));
+        let estimated_at = counters.iter().map(|(_, at_us)| *at_us).collect();
+        // The newest charges are returned first.
+        for (units, charged_at_us) in slices.chain([(self.estimate, estimated_at)]) {
+            let units = units.min(excess);
+            if units == 0 {
+                break;
+            }
+            excess -= units;
+            let credits = counters.iter().zip(charged_at_us);
+            let credits = credits
+                .filter(|(((limit, _), _), _)| !is_queue(limit))
+                .map(|((place, _), at_us)| (place.clone(), Amendment::Credit { units, at_us }));
+            self.settlements.apply_or_enqueue(credits);
+        }
     }
 }
 

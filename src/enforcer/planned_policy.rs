@@ -1,5 +1,6 @@
 //! The charges of one policy for one request.
 
+use super::StreamSlices;
 use crate::limiter::{
     Algorithm, ChargeOutcome, Key, LeaseTerms, Limit, LimitCharge, LimitStatus, PolicyCharges,
     PolicyOutcome,
@@ -7,7 +8,7 @@ use crate::limiter::{
 use crate::policy::{
     ClientQuota, EstimateCost, FactorsOfRequest, Facts, NamedLimit, OnStoreFailure, SlotRelease,
 };
-use crate::store::LimitAndKey;
+use crate::store::{LimitAndKey, Store};
 use std::borrow::Cow;
 use std::sync::Arc;
 
@@ -187,6 +188,27 @@ impl<'t> PlannedPolicy<'t> {
             lease: self.lease,
             ..PolicyCharges::with_limits(Cow::Borrowed(&self.own.key), charges)
         }
+    }
+
+    /// The further charges of a response that is cut off when nothing is left.
+    pub(super) fn stream_slices(&self, store: &Store) -> Option<StreamSlices> {
+        let estimate = self.estimate.as_ref();
+        let cut_off = estimate.and_then(|estimate| estimate.cost.cut_off);
+        let cut_off = cut_off.filter(|_| self.own.mode.is_enforced())?;
+        let mut charges = self.charges(0, 0);
+        charges.counts_rejected = false;
+        charges.limits.retain(|charge| {
+            let counts_slots = charge.limit.algorithm.counts_slots();
+            !charge.is_block() && !charge.counts_responses && !counts_slots
+        });
+        let policy = self.own.policy;
+        Some(StreamSlices {
+            store: store.clone(),
+            charges: charges.to_owned_charges(),
+            reported_policy: policy.is_reported.then(|| policy.name.clone()),
+            size: cut_off.slice,
+            taken: Vec::new(),
+        })
     }
 
     /// The outcomes of the policy's charges, as [`PlannedPolicy::charges`] orders them.

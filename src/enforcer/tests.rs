@@ -594,7 +594,7 @@ fn make_policy_by_estimate(name: &str, requests: u64) -> Policy {
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
         estimate: Estimate::Fixed(4),
         actual: ActualCost::from_source(source, Weight::ONE),
-        slice: None,
+        cut_off: None,
     }));
     quota_mut(&mut policy).limits[0].limit.algorithm = Algorithm::FixedWindow { offset_us: 0 };
     policy
@@ -704,7 +704,7 @@ fn make_policy_by_responses(name: &str, requests: u64) -> Policy {
     quota_mut(&mut policy).cost = CostSource::Estimate(Arc::new(EstimateCost {
         estimate: Estimate::Fixed(1),
         actual: ActualCost::Status(counted),
-        slice: None,
+        cut_off: None,
     }));
     policy
 }

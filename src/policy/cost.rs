@@ -35,9 +35,18 @@ pub struct HeaderCost {
 pub struct EstimateCost {
     pub estimate: Estimate,
     pub actual: ActualCost,
-    /// Units of each further charge while the response streams; `None` if it is charged at its end
-    /// (`cut_off`).
-    pub slice: Option<u64>,
+    /// `None` if the response is charged at its end only.
+    pub cut_off: Option<CutOff>,
+}
+
+/// How a response is charged while it streams, and ended when its key has nothing left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CutOff {
+    /// Units of each further charge, at least 1.
+    pub slice: u64,
+    /// Bytes of the response that count as one unit of the highest weight until it reports its
+    /// cost; at least 1.
+    pub bytes_per_unit: u64,
 }
 
 /// The units charged on arrival: at least 1. With an estimate of 0, a client could send unlimited
@@ -434,6 +443,27 @@ impl Factor {
         let is_exact = thousandths / 1000.0 == number;
         #[expect(clippy::cast_possible_truncation, reason = "checked against the range")]
         (is_exact && thousandths.abs() <= 1e9).then(|| Self(thousandths as i64 * 1000))
+    }
+
+    /// The highest of the factors of a request, at least 0.
+    pub fn highest_of(factors: &[Self]) -> Self {
+        factors
+            .iter()
+            .copied()
+            .max()
+            .unwrap_or(Self::ONE)
+            .max(Self(0))
+    }
+
+    /// The product with units, rounded up.
+    pub fn times_units(self, units: u64) -> u64 {
+        sum_weighted([(units, self)].into_iter())
+    }
+
+    /// The most units whose product is within a number of units.
+    pub fn units_within(self, most: u64) -> u64 {
+        let units = u128::from(most) * 1_000_000 / u128::from(self.0.unsigned_abs()).max(1);
+        u64::try_from(units).unwrap_or(u64::MAX)
     }
 
     #[must_use]

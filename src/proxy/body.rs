@@ -35,6 +35,10 @@ pub enum BodyError {
     #[error("the request took longer than allowed")]
     #[strum(serialize = "overlong")]
     MaxDurationExceeded,
+    /// The key of the request has nothing left (`cut_off`).
+    #[error("the quota of the request's key is used up")]
+    #[strum(serialize = "cut_off")]
+    CutOff,
     /// The upstream closed the connection early, or violated the protocol.
     #[error("the upstream aborted the response body: {0}")]
     #[strum(serialize = "upstream_broken")]

@@ -74,9 +74,19 @@ impl SettlementQueue {
         self.metrics.lost_settlements.add(lost_count as u64);
     }
 
+    /// The store that settlements go to.
+    pub fn store(&self) -> &Store {
+        &self.store
+    }
+
     /// Counts a response that does not report its cost.
     pub fn record_unreported_cost(&self) {
         self.metrics.unreported_costs.add(1);
+    }
+
+    /// Counts a response that was cut off.
+    pub fn record_cut_off(&self) {
+        self.metrics.cut_offs.add(1);
     }
 
     /// Waits until the settlements that are queued now are applied or lost.

@@ -31,6 +31,7 @@ mod admin_keys;
 mod admin_socket;
 mod algorithm_charts;
 mod algorithm_guarantees;
+mod budgets;
 mod calendar_limits;
 mod cli_commands;
 mod client_crowds;

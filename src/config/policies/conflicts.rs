@@ -46,6 +46,7 @@ pub(super) fn report_conflicts(
     let (blocks, blocks_by_responses) = (quota.block.is_some(), quota.counts_responses());
     let has_header_cost = matches!(quota.cost, CostSource::Header(_));
     let is_estimated = quota.cost.as_estimate().is_some();
+    let cuts_off = (quota.cost.as_estimate()).is_some_and(|cost| cost.cut_off.is_some());
     let is_local = kind.on_store_failure == OnStoreFailure::Local;
     let has_slots = has_limit(is_concurrency_limit);
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
@@ -71,6 +72,7 @@ pub(super) fn report_conflicts(
         Error(cost) if for_ext_authz && is_estimated => "calls at check.address carry no response; expected no estimate, or no [check]";
         Error(limits) if for_ext_authz && has_slots => "calls at check.address do not report the end of a request; expected no algorithm = \"concurrency\", or no [check]";
         Error(cost) if has_only_slots && is_estimated => "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too";
+        Error("cost") if delays && cuts_off => "cut_off not with algorithm = \"leaky_bucket\": a response can't wait in the queue; expected another algorithm";
         Error("count_rejected") if reader.contains_key("count_when") && counts_rejected => "not with count_when: a rejected request has no response of the app; expected false";
         Error("count_rejected") if has_slots && counts_rejected => "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false";
         Error("dynamic") if shares_counter && is_dynamic => "not with counter: an override has the name of one policy, and a key of this counter belongs to several; expected false, or [[policy.override]] in all of them";

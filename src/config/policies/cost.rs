@@ -10,7 +10,7 @@ use crate::config::value_tree::ValueContent;
 use crate::config::values;
 use crate::limiter::MAX_UNITS;
 use crate::policy::{
-    ActualCost, CostSource, CountedStatuses, Estimate, EstimateCost, Factor, HeaderCost,
+    ActualCost, CostSource, CountedStatuses, CutOff, Estimate, EstimateCost, Factor, HeaderCost,
     JsonPointer, KeyPart, NamedLimit, Quota, ReportSource, ReportedUnits, StatedSource,
     StatedUnits, ValuePattern, Weight, WeightsByValue,
 };
@@ -28,7 +28,7 @@ pub(super) fn build_cost(reader: &TableReader<'_>, context: &PolicyContext) -> O
         CostSource::Fixed(estimate @ 1..) => Some(CostSource::Estimate(Arc::new(EstimateCost {
             estimate: Estimate::Fixed(estimate),
             actual: ActualCost::Status(counted?),
-            slice: None,
+            cut_off: None,
         }))),
         _ => {
             let problem = "not with this cost; expected a number from 1 as cost";
@@ -103,8 +103,23 @@ fn build_estimate_cost(
     Some(CostSource::Estimate(Arc::new(EstimateCost {
         estimate: estimate?,
         actual: actual?,
-        slice: None,
+        cut_off: build_cut_off(reader)?,
     })))
+}
+
+/// Builds the cut-off of streaming responses. The inner `None`: they are charged at their end.
+fn build_cut_off(reader: &TableReader<'_>) -> Option<Option<CutOff>> {
+    let is_on: bool = reader.read("cut_off")?;
+    for key in ["slice", "response_bytes_per_unit"] {
+        report! { reader;
+            Error(key) if !is_on && reader.contains_key(key) => "without effect; expected cut_off = true beside it";
+        }
+    }
+    let cut_off = CutOff {
+        slice: reader.read("slice")?,
+        bytes_per_unit: reader.read("response_bytes_per_unit")?,
+    };
+    Some(is_on.then_some(cut_off))
 }
 
 /// Builds the estimate: a number, or what the request states.

@@ -4,7 +4,9 @@ use super::PolicyWithReader;
 use crate::config::suggestions;
 use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};
-use crate::policy::{ActualCost, AmountSource, CountedStatuses, KeyPart, NamedLimit, OnStoreFailure, Quota};
+use crate::policy::{
+    ActualCost, AmountSource, CountedStatuses, KeyPart, NamedLimit, OnStoreFailure, Quota,
+};
 use std::collections::BTreeMap;
 use std::mem::discriminant;
 

@@ -121,6 +121,16 @@ schema_table! {
         /// the body, or several of them, added up with weights. If the response has none of them,
         /// the estimate stands.
         actual: ValueKind::Either(&ACTUAL_TEXT, ", or a table such as { response_json = \"/usage/output_tokens\", weight = 4 } or a list of tables", &ACTUAL_TABLES), required;
+        /// true: charges the response while it streams, and ends it when the key has nothing left. An
+        /// event stream ends after a whole event with event: error; of another body, the connection
+        /// is closed. Only in mode "enforce". Not with leaky_bucket.
+        cut_off: Bool, default = "false";
+        /// cut_off only: units of each further charge. A stream overspends by less than this and
+        /// one event.
+        slice: integer(1, MAX_UNITS), default = "200";
+        /// cut_off only: bytes of the response that count as one unit of the highest weight until
+        /// the response reports its cost. The report corrects them.
+        response_bytes_per_unit: integer(1, 1 << 30), default = "4";
         /// weights of all entries of estimate and actual without weights of their own.
         weights: WEIGHTS;
     }

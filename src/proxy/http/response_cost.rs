@@ -3,9 +3,15 @@
 //! Each body frame is scanned once on its way to the client. The scan delays no frame, and its
 //! memory is bounded whatever the upstream sends.
 
+mod stream_flow;
+
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, StatusCode, response};
 use http_body::Frame;
+use serde_json::json;
+use std::task::{Context, Poll, ready};
+
+use stream_flow::StreamFlow;
 
 use crate::enforcer::EstimatedCharge;
 use crate::limiter::MAX_UNITS;
@@ -20,8 +26,37 @@ use crate::policy::{
 #[derive(Debug)]
 pub(crate) struct CostMeter {
     reports: ResponseReports,
-    charges: Vec<EstimatedCharge>,
+    charges: Vec<MeteredCharge>,
+    /// The last event of the stream, while the event before it ends.
+    last_event: Option<LastEvent>,
 }
+
+/// A charge that the rest of the response settles.
+#[derive(Debug)]
+struct MeteredCharge {
+    charge: EstimatedCharge,
+    /// `None` if the response is charged at its end only.
+    flow: Option<StreamFlow>,
+}
+
+/// The event that ends a stream whose key has nothing left.
+#[derive(Debug)]
+struct LastEvent {
+    text: Bytes,
+    /// Bytes of the event before that may still pass.
+    bytes_left: usize,
+}
+
+/// What may pass of a response next.
+pub(crate) enum ResponseFlow {
+    /// So many bytes of data.
+    Bytes(usize),
+    /// Nothing: an event stream ends with this event, another body fails.
+    End(Option<Bytes>),
+}
+
+/// Maximum rest of an event that passes before the last event. A longer one is cut.
+const MAX_EVENT_REST: usize = 64 * 1024;
 
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
@@ -34,29 +69,45 @@ impl CostMeter {
             return None;
         }
         let sources = estimates.iter().flat_map(|one| one.cost.actual.sources());
-        let reports = ResponseReports::from_head(sources, response);
+        let cuts_off = estimates.iter().any(|one| one.slices.is_some());
+        let reports = ResponseReports::from_head(sources, response, cuts_off);
         let mut charges = Vec::new();
         for estimate in estimates {
             if let ActualCost::Status(_) = estimate.cost.actual {
                 estimate.settle_by_status(response.status);
-            } else if estimate
-                .cost
-                .actual
-                .sources()
-                .any(|one| reports.awaits(one))
-            {
-                charges.push(estimate);
+                continue;
+            }
+            let slices = estimate.slices.as_deref();
+            let flow = slices.map(|slices| StreamFlow::new(&estimate, slices));
+            let is_pending = reports.await_cost_of(&estimate);
+            if is_pending || flow.is_some() {
+                let charge = estimate;
+                charges.push(MeteredCharge { charge, flow });
             } else {
                 reports.settle(estimate);
             }
         }
-        (!charges.is_empty()).then(|| Box::new(Self { reports, charges }))
+        (!charges.is_empty()).then(|| {
+            Box::new(Self {
+                reports,
+                charges,
+                last_event: None,
+            })
+        })
     }
 
     /// Reads costs from the next frame: body data or trailers.
     pub(crate) fn read_frame(&mut self, frame: &Frame<Bytes>) {
         if let Some(bytes) = frame.data_ref() {
             self.reports.read_body_chunk(bytes);
+            for MeteredCharge { charge, flow } in &mut self.charges {
+                if let Some(flow) = flow {
+                    flow.note_bytes(bytes.len(), self.reports.units_for(charge));
+                }
+            }
+            if let Some(last) = &mut self.last_event {
+                last.bytes_left = last.bytes_left.saturating_sub(bytes.len());
+            }
         } else if let Some(trailers) = frame.trailers_ref() {
             self.reports.read_trailers(trailers);
         }
@@ -65,18 +116,81 @@ impl CostMeter {
     /// Settles all charges whose cost was found, after the complete body.
     pub(crate) fn settle(mut self) {
         self.reports.finish_body();
-        for estimate in self.charges.drain(..) {
-            self.reports.settle(estimate);
+        for MeteredCharge { charge, .. } in self.charges.drain(..) {
+            self.reports.settle(charge);
         }
     }
+
+    /// Whether the response may be cut off.
+    pub(crate) fn may_cut_off(&self) -> bool {
+        self.charges.iter().any(|one| one.flow.is_some())
+    }
+
+    /// Whether a last event may follow what the upstream sends.
+    pub(crate) fn may_add_event(&self) -> bool {
+        self.may_cut_off() && self.reports.is_event_stream()
+    }
+
+    /// Takes further units for what passes next. Pending while all units are used and the store is
+    /// asked for more.
+    pub(crate) fn poll_flow(&mut self, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
+        let mut allowance = usize::MAX;
+        for MeteredCharge { charge, flow } in &mut self.charges {
+            let Some(flow) = flow.as_mut().filter(|_| self.last_event.is_none()) else {
+                continue;
+            };
+            match ready!(flow.poll_units(charge, cx)) {
+                Ok(()) => allowance = allowance.min(flow.allowance(charge)),
+                Err(retry_after_s) => {
+                    charge.record_cut_off();
+                    if !self.reports.is_event_stream() {
+                        return Poll::Ready(ResponseFlow::End(None));
+                    }
+                    self.last_event = Some(LastEvent {
+                        text: format_last_event(charge, retry_after_s),
+                        bytes_left: MAX_EVENT_REST,
+                    });
+                }
+            }
+        }
+        Poll::Ready(match &self.last_event {
+            None => ResponseFlow::Bytes(allowance.max(1)),
+            Some(last) if self.reports.is_between_events() => {
+                ResponseFlow::End(Some(last.text.clone()))
+            }
+            Some(LastEvent { bytes_left: 0, .. }) => ResponseFlow::End(None),
+            // Byte by byte, so that the last event follows the end of this one.
+            Some(_) => ResponseFlow::Bytes(1),
+        })
+    }
+}
+
+/// The event that ends a stream. Clients of language models read its fields as those of an error.
+fn format_last_event(charge: &EstimatedCharge, retry_after_s: u64) -> Bytes {
+    let policy = charge
+        .slices
+        .as_ref()
+        .and_then(|slices| slices.reported_policy());
+    let of_policy = policy.map_or_else(String::new, |name| format!(" of policy {name}"));
+    let retry = match retry_after_s {
+        0 => String::new(),
+        seconds => format!(" Retry after {seconds} s."),
+    };
+    let message = format!("The quota{of_policy} is used up, so the response ends here.{retry}");
+    let data = json!({
+        "type": "error",
+        "error": { "type": "rate_limit_error", "code": "rate_limit_exceeded", "message": message },
+    });
+    format!("event: error\ndata: {data}\n\n").into()
 }
 
 impl Drop for CostMeter {
     fn drop(&mut self) {
-        for estimate in self.charges.drain(..) {
-            let units = self.reports.units_for(&estimate);
-            if let Some(units) = units.filter(|units| *units > estimate.estimate) {
-                estimate.settle(units);
+        for MeteredCharge { charge, flow } in self.charges.drain(..) {
+            let used = flow.map(|flow| flow.used(&charge));
+            let units = used.or_else(|| self.reports.units_for(&charge));
+            if let Some(units) = units.filter(|units| *units > charge.charged_units()) {
+                charge.settle(units);
             }
         }
     }
@@ -104,6 +218,7 @@ impl ResponseReports {
     fn from_head<'c>(
         sources: impl Iterator<Item = &'c ReportSource>,
         response: &response::Parts,
+        cuts_off: bool,
     ) -> Self {
         let (mut headers, mut pointers) = (Vec::new(), Vec::new());
         for source in sources {
@@ -121,19 +236,32 @@ impl ResponseReports {
         }
         Self {
             headers,
-            body: JsonBodyReader::from_response(response, pointers),
+            body: JsonBodyReader::from_response(response, pointers, cuts_off),
         }
     }
 
-    /// Whether the rest of the response may report the number.
-    fn awaits(&self, source: &ReportSource) -> bool {
-        match source {
+    fn is_event_stream(&self) -> bool {
+        let body = self.body.as_ref();
+        body.is_some_and(|body| matches!(body.format, JsonBodyFormat::EventStream(_)))
+    }
+
+    /// Whether what was read of an event stream ends after a whole event.
+    fn is_between_events(&self) -> bool {
+        match self.body.as_ref().map(|body| &body.format) {
+            Some(JsonBodyFormat::EventStream(events)) => events.is_between_events,
+            _ => false,
+        }
+    }
+
+    /// Whether the rest of the response may report a part of the cost.
+    fn await_cost_of(&self, charge: &EstimatedCharge) -> bool {
+        charge.cost.actual.sources().any(|source| match source {
             ReportSource::Header(name) => {
                 let mut headers = self.headers.iter();
                 headers.any(|one| one.name == *name && !one.is_found)
             }
             ReportSource::Json(_) => self.body.is_some(),
-        }
+        })
     }
 
     /// Scans the next bytes of the body.
@@ -229,9 +357,14 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 impl JsonBodyReader {
     /// Creates the reader for a JSON, NDJSON or event-stream body. Returns `None` for another media
-    /// type, a content coding or a partial response, and without a number to read.
-    fn from_response(response: &response::Parts, pointers: Vec<JsonPointer>) -> Option<Self> {
-        if pointers.is_empty() || response.status == StatusCode::PARTIAL_CONTENT {
+    /// type, a content coding or a partial response, and without a number to read, unless the
+    /// response may be cut off.
+    fn from_response(
+        response: &response::Parts,
+        pointers: Vec<JsonPointer>,
+        cuts_off: bool,
+    ) -> Option<Self> {
+        if pointers.is_empty() && !cuts_off || response.status == StatusCode::PARTIAL_CONTENT {
             return None;
         }
         let media_type = MediaType::from_headers(&response.headers)?;
@@ -310,11 +443,23 @@ impl JsonBodyReader {
 }
 
 /// Incremental parser for the data of an event stream (WHATWG HTML, 9.2.6).
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct EventStreamParser {
     line: EventStreamLineState,
+    /// Whether nothing was read since the end of an event, or at all.
+    is_between_events: bool,
     /// Whether the last byte was CR; a following LF belongs to the same line end.
     after_cr: bool,
+}
+
+impl Default for EventStreamParser {
+    fn default() -> Self {
+        Self {
+            line: EventStreamLineState::default(),
+            is_between_events: true,
+            after_cr: false,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -340,13 +485,17 @@ impl EventStreamParser {
     fn parse(&mut self, mut bytes: &[u8], mut on_data: impl FnMut(Option<&[u8]>)) {
         while let Some((&byte, rest)) = bytes.split_first() {
             let was_cr = std::mem::take(&mut self.after_cr);
+            self.is_between_events &= was_cr && byte == b'\n';
             bytes = match (self.line, byte) {
                 (_, b'\n') if was_cr => rest,
                 (line, b'\r' | b'\n') => {
                     self.after_cr = byte == b'\r';
                     self.line = EventStreamLineState::default();
                     match line {
-                        EventStreamLineState::FieldPrefix(0) => on_data(None),
+                        EventStreamLineState::FieldPrefix(0) => {
+                            self.is_between_events = true;
+                            on_data(None);
+                        }
                         // The line end is passed on: a number cannot continue across it.
                         EventStreamLineState::Data => on_data(Some(b"\n")),
                         EventStreamLineState::FieldPrefix(_) | EventStreamLineState::Other => {}

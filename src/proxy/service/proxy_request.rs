@@ -226,7 +226,7 @@ impl ProxyService {
         if let Some(fields) = &peer.client_cert_fields {
             add_client_cert(&mut parts.headers, fields, &summary.client, table);
         }
-        if estimates.iter().any(EstimatedCharge::is_settled_from_body) {
+        if estimates.iter().any(EstimatedCharge::reads_body) {
             headers::ask_upstream_for_full_identity_body(&mut parts.headers);
         }
         if let Some(recording) = &mut summary.recording {
@@ -290,6 +290,12 @@ impl ProxyService {
                 }
                 let cost_meter = CostMeter::settle_head_and_create(estimates, &parts);
                 if let ResponseBody::Upstream(body) = &mut body {
+                    if cost_meter
+                        .as_ref()
+                        .is_some_and(|meter| meter.may_add_event())
+                    {
+                        parts.headers.remove(header::CONTENT_LENGTH);
+                    }
                     body.cost_meter = cost_meter;
                 }
                 Response::from_parts(parts, body)

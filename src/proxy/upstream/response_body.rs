@@ -9,7 +9,7 @@ use std::io;
 use std::mem::take;
 use std::pin::Pin;
 use std::rc::Rc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, timeout_at};
@@ -19,7 +19,7 @@ use super::pool::{ConnectionProtocol, UpstreamClient, UpstreamConnection};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::body::tunnel::Tunnel;
 use crate::proxy::body::{BodyError, add_to_size_hint};
-use crate::proxy::http::response_cost::CostMeter;
+use crate::proxy::http::response_cost::{CostMeter, ResponseFlow};
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
@@ -98,7 +98,8 @@ fn classify_http1_body_error(error: &hyper::Error) -> UpstreamErrorKind {
     }
 }
 
-/// The first frame of a body, read before the response head is forwarded.
+/// The next frame of a body: the first one, read before the response head is forwarded, or the rest
+/// of a frame that was held back.
 #[derive(Debug, Default)]
 enum FirstFrame {
     /// Not read yet, or handed over.
@@ -138,6 +139,13 @@ impl UpstreamBody {
 
     pub(crate) fn size_hint(&self) -> SizeHint {
         let hint = self.source.size_hint();
+        if self
+            .cost_meter
+            .as_ref()
+            .is_some_and(|meter| meter.may_add_event())
+        {
+            return SizeHint::default();
+        }
         match &self.first_frame {
             FirstFrame::Data(data) => add_to_size_hint(hint, data.len()),
             FirstFrame::None | FirstFrame::Trailers(_) => hint,
@@ -248,6 +256,15 @@ impl UpstreamBody {
         {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
+        let mut allowance = usize::MAX;
+        if let Some(meter) = self.cost_meter.as_mut().filter(|meter| meter.may_cut_off()) {
+            match ready!(meter.poll_flow(cx)) {
+                ResponseFlow::Bytes(bytes) => allowance = bytes,
+                ResponseFlow::End(last_event) => {
+                    return Poll::Ready(Some(self.cut_off(last_event)));
+                }
+            }
+        }
         let polled = match take(&mut self.first_frame) {
             FirstFrame::None => self.source.poll_frame(self.connection.as_deref(), cx),
             FirstFrame::Data(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
@@ -260,11 +277,12 @@ impl UpstreamBody {
         self.pending_since = None;
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
+                let frame = self.hold_back(frame, allowance);
                 if let Some(meter) = &mut self.cost_meter {
                     meter.read_frame(&frame);
                 }
                 // hyper does not poll again after trailers or the end of the stream.
-                if frame.is_trailers() || self.source.is_end_stream() {
+                if frame.is_trailers() || self.is_end_stream() {
                     self.finish();
                 } else if (self.recording.is_some() || self.active_request.is_some())
                     && self.is_fully_received()
@@ -313,6 +331,27 @@ impl UpstreamBody {
         self.cost_meter = None;
         self.finish_recording(Err((&error).into()));
         error
+    }
+
+    /// The frame with at most so many bytes of data. The rest stays for the next frame.
+    fn hold_back(&mut self, frame: Frame<Bytes>, most: usize) -> Frame<Bytes> {
+        match frame.into_data() {
+            Ok(mut data) if data.len() > most => {
+                self.first_frame = FirstFrame::Data(data.split_off(most));
+                Frame::data(data)
+            }
+            Ok(data) => Frame::data(data),
+            Err(frame) => frame,
+        }
+    }
+
+    /// Ends the response, whose key has nothing left, and its exchange with the upstream.
+    fn cut_off(&mut self, last_event: Option<Bytes>) -> Result<Frame<Bytes>, BodyError> {
+        let error = self.fail(BodyError::CutOff);
+        self.slot_guard = None;
+        let event = last_event.ok_or(error)?;
+        (self.source, self.first_frame) = (UpstreamBodySource::Moved, FirstFrame::None);
+        Ok(Frame::data(event))
     }
 
     fn finish_recording(&mut self, result: Result<(), &'static str>) {

@@ -27,6 +27,8 @@ impl Metrics {
                 "Settlements of actual costs that could not be sent to the store. The estimate stands.";
             Counter "tidegate_costs_unreported" = self.sum_counter(|worker| &worker.unreported_costs),
                 "Responses that did not report the actual cost of a request. The estimate stands.";
+            Counter "tidegate_responses_cut_off" = self.sum_counter(|worker| &worker.cut_offs),
+                "Responses that were ended because their key had nothing left (cut_off).";
         }
         if let Some(counts) = &self.export_counts {
             let counts = counts.iter().map(|count| count.load(Ordering::Relaxed));

@@ -81,6 +81,8 @@ pub struct WorkerMetrics {
     pub lost_settlements: SingleWriterCounter,
     /// Responses that did not report their cost.
     pub unreported_costs: SingleWriterCounter,
+    /// Responses that were ended because their key had nothing left.
+    pub cut_offs: SingleWriterCounter,
     /// Present if metrics are exported by OTLP.
     http_server: Option<Arc<HttpServerMetrics>>,
 }
@@ -113,6 +115,7 @@ impl WorkerMetrics {
             unmatched_descriptors: SingleWriterCounter::default(),
             lost_settlements: SingleWriterCounter::default(),
             unreported_costs: SingleWriterCounter::default(),
+            cut_offs: SingleWriterCounter::default(),
             http_server: is_exported.then(Arc::default),
         }
     }

@@ -16,7 +16,7 @@ struct CostReader {
 impl CostReader {
     fn new(actual: &str, response: &response::Parts) -> Self {
         let actual = ActualCost::from_source(ReportSource::parse(actual).unwrap(), Weight::ONE);
-        let reports = ResponseReports::from_head(actual.sources(), response);
+        let reports = ResponseReports::from_head(actual.sources(), response, false);
         Self { actual, reports }
     }
 
