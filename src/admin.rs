@@ -154,6 +154,8 @@ pub struct ExplainRequest {
     pub method: String,
     pub url: String,
     pub headers: Vec<(String, String)>,
+    /// The body; empty if there is none.
+    pub body: String,
     /// Address of the connected peer.
     pub peer_ip: IpAddr,
     /// The alternative name in the client's certificate.

@@ -147,7 +147,7 @@ impl FromRequest<AdminBackend> for JsonObject {
     }
 }
 
-const EXPLAIN_FIELDS: [&str; 5] = ["method", "url", "headers", "ip", "client_cert"];
+const EXPLAIN_FIELDS: [&str; 6] = ["method", "url", "headers", "body", "ip", "client_cert"];
 
 /// Parses the described request in the body of `POST /explain`.
 pub(super) fn parse_explain_request(object: &Map<String, Value>) -> Result<ExplainRequest, String> {
@@ -176,6 +176,7 @@ pub(super) fn parse_explain_request(object: &Map<String, Value>) -> Result<Expla
         method: get_string_field(object, "method")?.unwrap_or_else(|| "GET".to_owned()),
         url,
         headers: headers.collect(),
+        body: get_string_field(object, "body")?.unwrap_or_default(),
         peer_ip: ip,
         client_cert_san: get_string_field(&certificate, "san")?,
         client_cert_cn: get_string_field(&certificate, "cn")?,

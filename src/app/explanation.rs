@@ -8,7 +8,9 @@ use crate::admin::{
 };
 use crate::enforcer::{self, PolicyExplanation, PolicyLimits, PolicyStep};
 use crate::limiter::LimitStatus;
-use crate::policy::{OnStoreFailure, Policy, PolicyMode, PolicyTable};
+use crate::policy::{
+    BodyFacts, BodyFormat, Facts, OnStoreFailure, Policy, PolicyMode, PolicyTable,
+};
 use crate::proxy::InboundRequest;
 use crate::tls::CertificateSubject;
 use http::{HeaderName, HeaderValue, Method, Request, Uri, request};
@@ -61,8 +63,12 @@ pub(crate) async fn explain_request<'t>(
         }
     };
     let store = backend.open_for_inspection().await;
-    let explanation =
-        enforcer::explain_request(&store, table, &inbound.facts(&parts, Some(&certificate))).await;
+    let body = read_described_body(description.body.as_bytes(), &parts, table);
+    let facts = Facts {
+        body: body.as_ref(),
+        ..inbound.facts(&parts, Some(&certificate))
+    };
+    let explanation = enforcer::explain_request(&store, table, &facts).await;
     let store_error = explanation.store.as_ref().err();
     Ok(ExplainedRequest {
         rejection: None,
@@ -70,6 +76,20 @@ pub(crate) async fn explain_request<'t>(
         store_error: store_error.map(|error| backend.describe_failure(&store, error)),
         explanation,
     })
+}
+
+/// Reads the body as the proxy does.
+fn read_described_body(
+    body: &[u8],
+    parts: &request::Parts,
+    table: &PolicyTable,
+) -> Option<BodyFacts> {
+    let size = u64::try_from(body.len()).ok().filter(|size| *size > 0)?;
+    let policies = table.policies().iter();
+    let most = policies.map(|policy| policy.max_scan).max();
+    let format = BodyFormat::from_headers(&parts.headers).filter(|_| Some(size) <= most);
+    let (pointers, checks) = (table.body_pointers(), table.client.value_checks);
+    Some(BodyFacts::read(body, format, pointers, checks))
 }
 
 fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, String> {

@@ -28,6 +28,9 @@ pub(super) struct RequestArguments {
     /// A request header. Repeatable. Added to the headers of a curl command or HAR entry.
     #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
     headers: Vec<String>,
+    /// The body of the request, e.g. '{"model":"a"}'. Replaces that of a curl command or HAR entry.
+    #[arg(long, value_name = "TEXT")]
+    body: Option<String>,
     /// IP address of the peer of the connection.
     #[arg(long, default_value = "127.0.0.1")]
     ip: IpAddr,
@@ -58,12 +61,14 @@ impl RequestArguments {
             method,
             url,
             headers,
+            body,
             notes,
         } = imported;
         let request = ExplainRequest {
             method,
             url,
             headers,
+            body: self.body.clone().unwrap_or(body),
             peer_ip: self.ip,
             client_cert_san: self.client_cert_san.clone(),
             client_cert_cn: self.client_cert_cn.clone(),

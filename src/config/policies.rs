@@ -17,7 +17,7 @@ use super::table_reader::{TableReader, report};
 use super::values;
 use crate::limiter::{Algorithm, CounterScope};
 use crate::policy::{
-    KeyPart, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota,
+    KeyPart, Matcher, MissingKeyAction, OnStoreFailure, Policy, PolicyAction, PolicyMode, Quota,
     RejectResponse, ValueHasher, client, jwt, path,
 };
 use crate::proxy::{is_client_cert_field, is_stripped_before_policies};
@@ -173,6 +173,8 @@ fn build_policy(
     let kind = PolicyKind {
         mode,
         matches_descriptors,
+        matches_body: (conditions.iter().flat_map(Matcher::all_conditions))
+            .any(|one| matches!(one.part, KeyPart::Body(_))),
         on_store_failure,
     };
     let action: &str = action_kind.into();

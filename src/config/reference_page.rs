@@ -110,7 +110,10 @@ fn format_row(key: &SchemaKey) -> String {
         (KeyRequirement::Default(default), ValueKind::Bool) => {
             kind.replace(&format!("`{default}`"), &bold(default))
         }
-        (KeyRequirement::Default(default), ValueKind::Integer { .. } | ValueKind::Fraction) => {
+        (
+            KeyRequirement::Default(default),
+            ValueKind::Integer { .. } | ValueKind::Fraction | ValueKind::Factor,
+        ) => {
             format!("{}; {kind}", bold(default))
         }
         (KeyRequirement::Default(default), _) => {

@@ -1,6 +1,6 @@
 //! Parses a `curl` command line into a request.
 //!
-//! Method, URL, headers and cookies are parsed, because policies can match them. Other curl options
+//! Method, URL, headers, cookies and data are parsed, because policies can match them. Other curl options
 //! (proxies, certificates, output, retries) are ignored. Unknown options are reported in a note.
 
 use base64::Engine;
@@ -13,6 +13,8 @@ pub(crate) struct ImportedRequest {
     pub(crate) method: String,
     pub(crate) url: String,
     pub(crate) headers: Vec<(String, String)>,
+    /// The body; empty if there is none.
+    pub(crate) body: String,
     /// Messages about ignored parts of the source.
     pub(crate) notes: Vec<String>,
 }
@@ -263,10 +265,8 @@ impl CurlOptions {
         self.content_type = self
             .content_type
             .or(Some("application/x-www-form-urlencoded"));
-        if self.is_get {
-            self.notes
-                .push(format!("the data in the file {name} is not read"));
-        }
+        self.notes
+            .push(format!("the data in the file {name} is not read"));
     }
 
     fn into_request(mut self) -> Result<ImportedRequest, String> {
@@ -285,6 +285,15 @@ impl CurlOptions {
             url.push(if url.contains('?') { '&' } else { '?' });
             url.push_str(&self.form_data.join("&"));
         }
+        let separator = match self.content_type {
+            Some("application/json") => "",
+            _ => "&",
+        };
+        let body = if has_body {
+            self.form_data.join(separator)
+        } else {
+            String::new()
+        };
         let method = match self.method.take() {
             Some(method) => method,
             None if self.is_head => "HEAD".to_owned(),
@@ -301,6 +310,7 @@ impl CurlOptions {
             method,
             url,
             headers: self.headers,
+            body,
             notes: self.notes,
         })
     }

@@ -67,6 +67,7 @@ fn import_har_entry(har: &Value, number: Option<usize>) -> Result<ImportedReques
         .iter()
         .filter_map(|header| Some((text_field(header, "name")?, text_field(header, "value")?)));
     let headers = headers.filter(|(name, _)| !name.starts_with(':')).collect();
+    let body = request.pointer("/postData/text").and_then(Value::as_str);
     let notes = if count > 1 {
         vec![format!("entry {number} of {count}")]
     } else {
@@ -76,6 +77,7 @@ fn import_har_entry(har: &Value, number: Option<usize>) -> Result<ImportedReques
         method,
         url: url.split('#').next().unwrap_or_default().to_owned(),
         headers,
+        body: body.unwrap_or_default().to_owned(),
         notes,
     })
 }

@@ -5,7 +5,7 @@ use super::PolicyContext;
 use super::limits::is_concurrency_limit;
 use crate::config::table_reader::{TableReader, report};
 use crate::limiter::Algorithm;
-use crate::policy::{CostSource, NamedLimit, OnStoreFailure, PolicyMode, Quota};
+use crate::policy::{CostSource, KeyPart, NamedLimit, OnStoreFailure, PolicyMode, Quota};
 
 /// What a policy applies to, and how.
 #[derive(Clone, Copy)]
@@ -13,6 +13,8 @@ pub(super) struct PolicyKind {
     pub(super) mode: PolicyMode,
     /// Whether the policy applies to calls of the rate-limit service.
     pub(super) matches_descriptors: bool,
+    /// Whether a condition is on the body.
+    pub(super) matches_body: bool,
     pub(super) on_store_failure: OnStoreFailure,
 }
 
@@ -47,6 +49,10 @@ pub(super) fn report_conflicts(
     let has_header_cost = matches!(quota.cost, CostSource::Header(_));
     let is_estimated = quota.cost.as_estimate().is_some();
     let cuts_off = (quota.cost.as_estimate()).is_some_and(|cost| cost.cut_off.is_some());
+    let is_body = |part: &KeyPart| matches!(part, KeyPart::Body(_));
+    let keyed_by_body = quota.key.sources().any(is_body);
+    let body = if keyed_by_body { "key" } else { "match" };
+    let reads_body = keyed_by_body || kind.matches_body;
     let is_local = kind.on_store_failure == OnStoreFailure::Local;
     let has_slots = has_limit(is_concurrency_limit);
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
@@ -70,6 +76,7 @@ pub(super) fn report_conflicts(
         Error(limits) if for_descriptors && delays => "a call of the rate-limit service can't be delayed; expected another algorithm, such as \"token_bucket\" with burst = 1";
         Error(limits) if for_descriptors && is_requested => "a call of the rate-limit service has no token, header or certificate; expected requests instead of requests_from, or the limit of a descriptor";
         Error(cost) if for_ext_authz && is_estimated => "calls at check.address carry no response; expected no estimate, or no [check]";
+        Error(body) if for_ext_authz && reads_body => "calls at check.address carry no body; expected no body:/POINTER and no body in match, or no [check]";
         Error(limits) if for_ext_authz && has_slots => "calls at check.address do not report the end of a request; expected no algorithm = \"concurrency\", or no [check]";
         Error(cost) if has_only_slots && is_estimated => "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too";
         Error("cost") if delays && cuts_off => "cut_off not with algorithm = \"leaky_bucket\": a response can't wait in the queue; expected another algorithm";
