@@ -128,6 +128,14 @@ spellings: ## Ask real frameworks how they read targets, cookies and queries, an
 	cargo build --locked
 	tests/spellings.sh
 
+# Takes a minute. The first run installs the client libraries from PyPI. CHECKS selects checks: tests/models/README.md.
+.PHONY: models
+models: ## Run the client libraries of language models and MCP through the proxy: charges, errors, cut-off streams, load
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	cargo build --locked
+	tests/models.sh
+
 # Uses prost and a .proto compiler in Rust. Both are dependencies of a separate package that only this target builds.
 .PHONY: proto
 proto: ## Generate the Rust messages of proto/rls.proto, which are checked in
