@@ -252,6 +252,8 @@ def add_numbers(add):
     add("number: long exponent", ['{"max_tokens":1e', ["0", 5000], '3,"model":"alice"}'])
     add("number: another one is long", ['{"x":', ["1", 5000], ',"model":"alice"}'])
     add("number: another one is 1e400", '{"x":1e400,"model":"alice"}')
+    for text in ("5", "1000", "100000"):
+        add(f"number as text: max_tokens {text!r} and model", f'{{"max_tokens":"{text}","model":"alice"}}')
     add("number: another one is NaN", '{"x":NaN,"model":"alice"}')
 
 
@@ -404,7 +406,14 @@ def add_content_types(add):
         "multipart/form-data", "multipart/mixed", "application/cbor", "application/graphql+json", "application/vnd.x+JSON",
     ):
         add(f"type: {kind}", PLAIN, kind)
+    for first, second in ((JSON, FORM), (FORM, JSON), (JSON, "text/plain"), ("text/plain", JSON), (JSON, f"{JSON}; charset=utf-16")):
+        add(f"type: {first}, then {second}", PLAIN, first, headers={"Content-Type": second})
+    add(f"type: {JSON}, then {FORM}, form", "model=alice", JSON, headers={"Content-Type": FORM})
+    add(f"type: {FORM}, then {JSON}, form", "model=alice", FORM, headers={"Content-Type": JSON})
     add("type: JSON as a form", PLAIN, FORM)
+    add("type: JSON as a form, after model=", "model=bob&x=1\n" + PLAIN, FORM)
+    add("type: JSON as a form, after a comment", "//&model=bob&x=1\n" + PLAIN, FORM)
+    add("type: JSON as a form, in a comment", '{"model":"alice"/*&model=bob&*/}', FORM)
     add("type: JSON as a form, with =", '{"model":"alice","x":"="}', FORM)
     add("type: JSON as a form, with model=", '{"model":"alice","x":"&model=bob&"}', FORM)
     add("type: JSON as a form with BOM", "\xef\xbb\xbf" + PLAIN, FORM)

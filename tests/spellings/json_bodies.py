@@ -58,8 +58,7 @@ def start_go(command, suffix, sources, names):
     environment |= {"GOTOOLCHAIN": "local", "GO111MODULE": "off" if len(sources) == 1 else "auto"}
     paths = [str(servers.APPS / name) for name in sources]
     subprocess.run([str(command), "build", "-o", program, *paths], check=True, env=environment, capture_output=True)
-    started = start_with_ports(program.name, names, program)
-    return {f"{name}{suffix}": port for name, port in started.items()}
+    return start_with_ports(program.name, names, program)
 
 
 def start_old_go():
@@ -71,7 +70,7 @@ def start_new_go():
     command = Path(sys.executable).parent / "go"
     if not command.exists():
         raise FileNotFoundError(command)
-    names = ["go-map", "go-struct", "go-form", "go-v2-map", "go-v2-struct", "go-v2-no-case"]
+    names = ["go-v2-map", "go-v2-struct", "go-v2-no-case"]
     return start_go(command, "-1.27", ["bodies.go", "bodies_v2.go"], names)
 
 

@@ -16,9 +16,9 @@ function shown(value) {
   return value
 }
 
-// The fields of a document. A list or a string has none.
+// The fields of a document. A list has none. h3 1 returns the text of what it cannot parse.
 function fields(document) {
-  if (document === undefined) throw new Error('not parsed')
+  if (document === undefined || typeof document === 'string') throw new Error('not parsed')
   const found = {}
   for (const name of ['model', 'method', 'max_tokens']) {
     if (document?.[name] !== undefined) found[name] = shown(document[name])

@@ -85,10 +85,15 @@ class Call(pydantic.BaseModel):
     params: Params | None = None
 
 
+class ParamsStruct(msgspec.Struct):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class CallStruct(msgspec.Struct):
-    model: str | None = None
-    method: str | None = None
-    max_tokens: int | None = None
+    model: str | None | msgspec.UnsetType = msgspec.UNSET
+    method: str | None | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: int | None | msgspec.UnsetType = msgspec.UNSET
+    params: ParamsStruct | None | msgspec.UnsetType = msgspec.UNSET
 
 
 PARSERS = {
@@ -203,7 +208,8 @@ def flask_form(request):
 class TornadoForm(tornado.web.RequestHandler):
     def post(self):
         try:
-            assert is_form(self.request.headers.get("content-type", ""))
+            # It ignores other spellings of the type.
+            assert self.request.headers.get("content-type", "").startswith(("application/x-www-form-urlencoded", "multipart/form-data"))
             self.write(form_fields(self.get_body_arguments))
         except Exception as error:
             self.set_status(400)
