@@ -138,7 +138,9 @@ class Clients:
     def post(self, path, body, content_type="application/json", **headers):
         """A request with exactly this body."""
         body = body if isinstance(body, bytes) else body.encode()
-        return httpx.post(f"{self.url}{path}", content=body, headers={"content-type": content_type, **self.headers, **headers})
+        return httpx.post(
+            f"{self.url}{path}", content=body, headers={"content-type": content_type, **self.headers, **headers}
+        )
 
 
 def first_of(error):

@@ -85,7 +85,11 @@ def libraries_report_the_planned_usage(site):
             outcome = send("input=120 output=80 events=8", stream)
             assert outcome.error is None, f"{name}: {outcome.describe()}"
             equal(name, outcome.units, 200)
-    equal("cumulative", clients.chat("input=100 output=80 events=4 usage=cumulative", True).seen, [100, 120, 140, 160, 180, 180, 180])
+    equal(
+        "cumulative",
+        clients.chat("input=100 output=80 events=4 usage=cumulative", True).seen,
+        [100, 120, 140, 160, 180, 180, 180],
+    )
     equal("without usage", clients.chat("usage=none", True).units, None)
     equal("usage not wanted", clients.chat("", True, include_usage=False).units, None)
     for tool in ("search", "report"):
@@ -120,7 +124,19 @@ def check_cut_off_errors(clients, plan):
     assert isinstance(error, genai_errors.UnknownApiResponseError), outcomes["gemini"].describe()
     array = clients.gemini_array(plan)
     assert isinstance(array.error, httpx.RemoteProtocolError), f"gemini as an array: {array.describe()}"
-    return "; ".join(f"{name}: {type(outcome.error).__name__} after {outcome.events}" for name, outcome in outcomes.items())
+    return "; ".join(
+        f"{name}: {type(outcome.error).__name__} after {outcome.events}" for name, outcome in outcomes.items()
+    )
+
+
+@check(is_direct=True)
+def libraries_take_a_stream_without_end_for_complete(site):
+    """Why tidegate sends an event."""
+    clients = Clients(site.servers, "direct")
+    for name, send in all_calls(clients).items():
+        outcome = send("events=10 cut=3 ending=none", True)
+        assert outcome.error is None, f"{name}: {outcome.describe()}"
+    return "no error in openai, anthropic and google-genai"
 
 
 @check(is_direct=True)
@@ -220,7 +236,8 @@ weights = {{ by = "body:/model", "gpt-*" = 10, mini = 0.125, default = 2 }}"""
     cost = f"""estimate = {ESTIMATE}
 actual = [
   {{ response_json = "/usage/prompt_tokens" }},
-  {{ response_json = "/usage/completion_tokens", weight = 4, weights = {{ by = "body:/model", gpt-5 = 2, default = 1 }} }},
+  {{ response_json = "/usage/completion_tokens", weight = 4,
+    weights = {{ by = "body:/model", gpt-5 = 2, default = 1 }} }},
 ]"""
     with site.proxy(policy(cost)) as proxy:
         check_charges(
@@ -246,6 +263,7 @@ def estimates_from_the_request(site):
 
     twice = '{"model":"m","max_tokens":1,"max_tokens":1,"messages":[{"content":"usage=none"}]}'
     other = '{"model":"m","Max_Tokens":1,"messages":[{"content":"usage=none"}]}'
+    exponent = '{"model":"m","max_tokens":1e5,"messages":[{"content":"usage=none"}]}'
     unreadable = [
         ("twice", lambda c: c.post("/v1/chat/completions", twice)),
         ("another spelling", lambda c: c.post("/v1/chat/completions", other)),
@@ -260,6 +278,10 @@ def estimates_from_the_request(site):
             [
                 ("given", send(max_tokens=300), 600),
                 ("absent", send(), 1000),
+                # Some apps read these as 100000.
+                ("text", send(max_tokens="100000"), 16000),
+                ("fraction", send(max_tokens=100000.0), 16000),
+                ("exponent", lambda c: c.post("/v1/chat/completions", exponent), 16000),
                 *((name, call, 16000) for name, call in unreadable),
             ],
         ),
@@ -320,7 +342,11 @@ def keys_by_model(site):
             equal(name, clients.post("/v1/chat/completions", body).status_code, 400)
         readable = f'{{"model":"c",{message}}}'
         equal("text/plain", clients.post("/v1/chat/completions", readable, "text/plain").status_code, 400)
-        equal("utf-16", clients.post("/v1/chat/completions", readable, "application/json; charset=utf-16").status_code, 400)
+        equal(
+            "utf-16",
+            clients.post("/v1/chat/completions", readable, "application/json; charset=utf-16").status_code,
+            400,
+        )
         equal("form", clients.post("/upload", "x=1&model=d", "application/x-www-form-urlencoded").status_code, 200)
         equal("used", proxy.used("tokens", "ann", "d"), 1)
         return f"{len(bodies) + 9} requests"
@@ -391,7 +417,7 @@ SLICE = 50
 
 
 def cut_off(limit, estimate=10, piece=SLICE, is_on=True):
-    """Besides "tokens" there is a policy "ledger", which never rejects: the admin endpoint reports no usage above a limit."""
+    """Beside "tokens", a policy "ledger" never rejects: the admin endpoint reports no usage above a limit."""
     cost = f"estimate = {estimate}\n{USAGE}"
     ledger = policy(cost, extra='mode = "shadow"', name="ledger")
     return policy(f"{cost}\ncut_off = {str(is_on).lower()}\nslice = {piece}", limit) + ledger
@@ -525,14 +551,16 @@ def load_of_a_slow_upload(site):
         equal(f"{name}: status", status, 200)
         (entry,) = site.log_of(user)
         equal(f"{name}: bytes", entry["bytes"], load.UPLOAD_BYTES)
-        assert entry["first_byte"] < last, f"{name}: the first byte came {entry['first_byte'] - last:.2f} s after the last"
+        assert entry["first_byte"] < last, (
+            f"{name}: the first byte came {entry['first_byte'] - last:.2f} s after the last"
+        )
         told.append(f"{name} {entry['first_byte'] - started:.2f} of {last - started:.2f} s")
     return "first byte after: " + ", ".join(told)
 
 
 @check()
 def load_of_slow_uploads(site):
-    """Memory of requests whose body is in flight: a policy with the body in its key adds at most `max_scan` and 32 KiB."""
+    """Memory of requests in flight: a policy with the body in its key adds at most `max_scan` and 32 KiB to each."""
     told, most = [], {}
     for name, key in (("without", '["header:x-user"]'), ("with", '["header:x-user", "body:/model"]')):
         with site.proxy(policy("", key=key)) as proxy:

@@ -36,7 +36,9 @@ def draw_plans(seed):
         prompt, output = source.randrange(10, 200), source.randrange(50, 1500)
         # At most 40 units in an event.
         events = output // 40 + source.randrange(1, 40)
-        plans.append(f"input={prompt} output={output} events={events} usage=cumulative gap_ms={source.randrange(5, 60)}")
+        plans.append(
+            f"input={prompt} output={output} events={events} usage=cumulative gap_ms={source.randrange(5, 60)}"
+        )
         total += prompt + output
     return plans, total
 
@@ -83,7 +85,7 @@ async def read_streams(urls, user, plans):
 
 
 def overspend(results, limit):
-    """Units over the limit that were delivered: in total, and the most that one stream got after the limit was reached."""
+    """Units delivered over the limit: in total, and the most that one stream got after the limit was reached."""
     reports = sorted(
         (when, index, units - before)
         for index, result in enumerate(results)

@@ -10,6 +10,7 @@ knows what must be charged. Parts of a plan, all optional:
     usage                   final (default): as the real API reports it | cumulative: in every event | none
     gap_ms                  time between two events
     cut                     after so many events, end as the proxy ends a stream whose key has nothing left
+    ending                  of such a stream: event (default) | none
 
 `GET /log?user=NAME` returns the requests with this `X-User`: path, usage reported so far, whether the response was
 complete, and when the first and the last byte of the request body arrived (monotonic clock).
@@ -23,7 +24,16 @@ import time
 
 from aiohttp import web
 
-DEFAULTS = {"input": 10, "output": 20, "cached": 0, "events": 4, "usage": "final", "gap_ms": 0, "cut": None}
+DEFAULTS = {
+    "input": 10,
+    "output": 20,
+    "cached": 0,
+    "events": 4,
+    "usage": "final",
+    "gap_ms": 0,
+    "cut": None,
+    "ending": "event",
+}
 # What the proxy sends as the last event of a stream that it ends.
 CUT_OFF_EVENT = {
     "type": "error",
@@ -39,7 +49,7 @@ LOG = {}
 class Plan:
     def __init__(self, prompt):
         parts = DEFAULTS | dict(re.findall(r"(\w+)=(\w+)", prompt))
-        self.usage = parts.pop("usage")
+        self.usage, self.ending = parts.pop("usage"), parts.pop("ending")
         for name, value in parts.items():
             setattr(self, name, None if value is None else int(value))
 
@@ -81,7 +91,8 @@ class StreamWriter:
         """Waits for the next event with text. Returns False if the stream was cut off instead."""
         if self.events == self.plan.cut:
             if self.sse:
-                await self.event(CUT_OFF_EVENT, "error")
+                if self.plan.ending == "event":
+                    await self.event(CUT_OFF_EVENT, "error")
             else:
                 self.request.transport.abort()
             return False
@@ -341,11 +352,13 @@ async def mcp(request):
     if call["method"] != "tools/call":
         return web.json_response(reply(error={"code": -32601, "message": "Method not found"}))
     plan = Plan(params.get("arguments", {}).get("plan", ""))
-    result = reply({
-        "content": [{"type": "text", "text": "word " * plan.events}],
-        "structuredContent": {"usage": {"total_tokens": plan.input + plan.output}},
-        "isError": False,
-    })
+    result = reply(
+        {
+            "content": [{"type": "text", "text": "word " * plan.events}],
+            "structuredContent": {"usage": {"total_tokens": plan.input + plan.output}},
+            "isError": False,
+        }
+    )
     if params["name"] == "search":
         return respond(request, plan, result, plan.input + plan.output)
     async with StreamWriter(request, plan) as stream:

@@ -24,7 +24,8 @@ class Body:
 
     def bytes(self):
         return b"".join(
-            part.encode("latin-1") if isinstance(part, str) else part[0].encode("latin-1") * part[1] for part in self.parts
+            part.encode("latin-1") if isinstance(part, str) else part[0].encode("latin-1") * part[1]
+            for part in self.parts
         )
 
 
@@ -342,9 +343,33 @@ def add_encodings(add):
             text = text_of(start + with_model('"alice"').encode(encoding))
             add(f"encoding: {encoding}{shown}", text)
             add(f"encoding: {encoding}{shown}, charset={charset}", text, f"{JSON}; charset={charset}")
-            add(f"encoding: {encoding}{shown}, charset={charset}{encoding[-2:]}", text, f"{JSON}; charset={charset}{encoding[-2:]}")
-    for charset in ("utf-16", "utf-16le", "utf-16be", "utf-32", "utf-7", "iso-8859-1", "latin1", "ascii", "windows-1252", "ibm037",
-                    "utf8", "UTF-8", '"utf-8"', "utf-8,utf-16", "utf-8; charset=utf-16", "x", "", "utf-8 ", "none", "unicode-1-1-utf-8"):
+            add(
+                f"encoding: {encoding}{shown}, charset={charset}{encoding[-2:]}",
+                text,
+                f"{JSON}; charset={charset}{encoding[-2:]}",
+            )
+    for charset in (
+        "utf-16",
+        "utf-16le",
+        "utf-16be",
+        "utf-32",
+        "utf-7",
+        "iso-8859-1",
+        "latin1",
+        "ascii",
+        "windows-1252",
+        "ibm037",
+        "utf8",
+        "UTF-8",
+        '"utf-8"',
+        "utf-8,utf-16",
+        "utf-8; charset=utf-16",
+        "x",
+        "",
+        "utf-8 ",
+        "none",
+        "unicode-1-1-utf-8",
+    ):
         add(f"encoding: UTF-8, charset={charset}", PLAIN, f"{JSON}; charset={charset}")
         add(f"encoding: an é, charset={charset}", raw(with_model('"é"')), f"{JSON}; charset={charset}")
     utf7 = '{"mod+AGU-l":"+AGEAbABpAGM-e"}'
@@ -395,18 +420,62 @@ def add_encodings(add):
 
 def add_content_types(add):
     for kind in (
-        None, "", "application/json;", "application/json; profile=x", 'application/json; profile="a; charset=utf-16"',
-        "application/json;odata=verbose", "APPLICATION/JSON", "application/json ; charset=utf-8", "application/vnd.api+json",
-        "application/ld+json", "application/json-patch+json", "application/problem+json", "application/json-rpc", "application/jsonrequest",
-        "application/x-json", "application/json5", "application/x-ndjson", "application/jsonl", "application/json-seq", "application/+json",
-        "text/json", "text/x-json", "text/plain", "text/plain; charset=utf-8", "text/html", "text/javascript", "application/javascript",
-        "application/octet-stream", "application/xml", "*/*", "application/*", "json", "application/json, text/plain",
-        "text/plain, application/json", "application/x-www-form-urlencoded, application/json", "application/jsonx", "image/svg+json",
-        "application/vnd.x+json; charset=utf-16", "application / json", "application/json/", "application/json\t", "application/xml+json",
-        "multipart/form-data", "multipart/mixed", "application/cbor", "application/graphql+json", "application/vnd.x+JSON",
+        None,
+        "",
+        "application/json;",
+        "application/json; profile=x",
+        'application/json; profile="a; charset=utf-16"',
+        "application/json;odata=verbose",
+        "APPLICATION/JSON",
+        "application/json ; charset=utf-8",
+        "application/vnd.api+json",
+        "application/ld+json",
+        "application/json-patch+json",
+        "application/problem+json",
+        "application/json-rpc",
+        "application/jsonrequest",
+        "application/x-json",
+        "application/json5",
+        "application/x-ndjson",
+        "application/jsonl",
+        "application/json-seq",
+        "application/+json",
+        "text/json",
+        "text/x-json",
+        "text/plain",
+        "text/plain; charset=utf-8",
+        "text/html",
+        "text/javascript",
+        "application/javascript",
+        "application/octet-stream",
+        "application/xml",
+        "*/*",
+        "application/*",
+        "json",
+        "application/json, text/plain",
+        "text/plain, application/json",
+        "application/x-www-form-urlencoded, application/json",
+        "application/jsonx",
+        "image/svg+json",
+        "application/vnd.x+json; charset=utf-16",
+        "application / json",
+        "application/json/",
+        "application/json\t",
+        "application/xml+json",
+        "multipart/form-data",
+        "multipart/mixed",
+        "application/cbor",
+        "application/graphql+json",
+        "application/vnd.x+JSON",
     ):
         add(f"type: {kind}", PLAIN, kind)
-    for first, second in ((JSON, FORM), (FORM, JSON), (JSON, "text/plain"), ("text/plain", JSON), (JSON, f"{JSON}; charset=utf-16")):
+    for first, second in (
+        (JSON, FORM),
+        (FORM, JSON),
+        (JSON, "text/plain"),
+        ("text/plain", JSON),
+        (JSON, f"{JSON}; charset=utf-16"),
+    ):
         add(f"type: {first}, then {second}", PLAIN, first, headers={"Content-Type": second})
     add(f"type: {JSON}, then {FORM}, form", "model=alice", JSON, headers={"Content-Type": FORM})
     add(f"type: {FORM}, then {JSON}, form", "model=alice", FORM, headers={"Content-Type": JSON})
@@ -507,8 +576,18 @@ def add_forms(add):
         "capital escape": "model=%C3%a9",
     }.items():
         add(f"form: {shown}", text, FORM)
-    for kind in (f"{FORM}; charset=utf-8", f"{FORM};charset=iso-8859-1", f"{FORM}; charset=utf-16", FORM.upper(), f"{FORM}; x=y",
-                 "application/x-www-form-urlencoded-x", f"text/plain, {FORM}", f"{FORM};", f"{FORM}, {FORM}", f"{FORM}; charset=utf-7"):
+    for kind in (
+        f"{FORM}; charset=utf-8",
+        f"{FORM};charset=iso-8859-1",
+        f"{FORM}; charset=utf-16",
+        FORM.upper(),
+        f"{FORM}; x=y",
+        "application/x-www-form-urlencoded-x",
+        f"text/plain, {FORM}",
+        f"{FORM};",
+        f"{FORM}, {FORM}",
+        f"{FORM}; charset=utf-7",
+    ):
         add(f"form: type {kind}", "model=caf%C3%A9", kind)
     for number in (50, 200, 1000, 1100, 5000):
         add(f"form: after {number} fields", [["a=1&", number], "model=alice"], FORM)
@@ -525,7 +604,7 @@ def add_forms(add):
         "plain": part("model", "alice") + end,
         "twice": part("model", "alice") + part("model", "bob") + end,
         "file": part("model", "alice", '; filename="x"') + end,
-        "JSON part": f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="call"\r\ncontent-type: {JSON}\r\n\r\n{PLAIN}\r\n' + end,
+        "JSON part": part("call", PLAIN, f"\r\ncontent-type: {JSON}") + end,
         "no end": part("model", "alice"),
         "preamble": "model=bob\r\n" + part("model", "alice") + end,
     }.items():

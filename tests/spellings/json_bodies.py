@@ -23,14 +23,20 @@ FIXTURE = Path("tests/fixtures/json_bodies.json")
 NAMES = ("model", "method", "max_tokens", "name")
 TIMEOUT_S = 30
 JAVA = Path("/usr/share/java")
-JARS = [JAVA / f"{name}.jar" for name in ("jackson-core", "jackson-databind", "jackson-annotations", "gson", "json-latest")]
+JARS = [
+    JAVA / f"{name}.jar" for name in ("jackson-core", "jackson-databind", "jackson-annotations", "gson", "json-latest")
+]
 
 
 def start_node():
     names = "node node-form fetch express4 express5 fastify hapi hono hono-form h3 h3-v1 restify".split()
     apps = {}
     # Two of them change classes of Node.
-    for group in ([name for name in names if name not in ("hono", "hono-form", "restify")], ["hono", "hono-form"], ["restify"]):
+    for group in (
+        [name for name in names if name not in ("hono", "hono-form", "restify")],
+        ["hono", "hono-form"],
+        ["restify"],
+    ):
         ports = {name: servers.free_port() for name in group}
         arguments = [f"{name}={port}" for name, port in ports.items()]
         start(f"node-{group[0]}", ports, "node", servers.APPS / "bodies.mjs", *arguments)
@@ -76,7 +82,9 @@ def start_new_go():
 
 def start_php():
     port = servers.free_port()
-    servers.start("bodies-php", [port], "php", "-d", "display_errors=0", "-S", f"127.0.0.1:{port}", servers.APPS / "bodies.php")
+    servers.start(
+        "bodies-php", [port], "php", "-d", "display_errors=0", "-S", f"127.0.0.1:{port}", servers.APPS / "bodies.php"
+    )
     return {"php-json": (port, "/json"), "php-form": (port, "/form")}
 
 
@@ -210,8 +218,11 @@ def differences(recorded, entries, readers):
     for entry in entries:
         now = by_reader(entry)
         was = before.pop(entry["name"], {})
-        found += [f"{entry['name']!r}: {name} reads {now.get(name)}, recorded is {was.get(name)}"
-                  for name in readers if now.get(name) != was.get(name)]
+        found += [
+            f"{entry['name']!r}: {name} reads {now.get(name)}, recorded is {was.get(name)}"
+            for name in readers
+            if now.get(name) != was.get(name)
+        ]
     return found + [f"{name!r} is no body any more" for name in before]
 
 

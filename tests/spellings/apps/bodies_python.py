@@ -107,7 +107,9 @@ PARSERS = {
     "msgspec": msgspec.json.decode,
     "msgspec-typed": lambda body: msgspec.to_builtins(msgspec.json.decode(body, type=CallStruct)),
     "pydantic": lambda body: Call.model_validate_json(body).model_dump(exclude_unset=True),
-    "pydantic-from-json": lambda body: json.loads(json.dumps(pydantic.TypeAdapter(pydantic.JsonValue).validate_json(body))),
+    "pydantic-from-json": lambda body: json.loads(
+        json.dumps(pydantic.TypeAdapter(pydantic.JsonValue).validate_json(body))
+    ),
 }
 
 
@@ -209,7 +211,9 @@ class TornadoForm(tornado.web.RequestHandler):
     def post(self):
         try:
             # It ignores other spellings of the type.
-            assert self.request.headers.get("content-type", "").startswith(("application/x-www-form-urlencoded", "multipart/form-data"))
+            assert self.request.headers.get("content-type", "").startswith(
+                ("application/x-www-form-urlencoded", "multipart/form-data")
+            )
             self.write(form_fields(self.get_body_arguments))
         except Exception as error:
             self.set_status(400)
