@@ -25,7 +25,7 @@ fi
 ENVOY=${ENVOY:-$(find "$tools/lib" -path '*/envoy/_bin/envoy' | head -n 1)}
 
 if [ "${BODIES:-}" != 0 ]; then
-  "$tools/bin/python" tests/spellings/json_bodies.py
+  "$tools/bin/python" tests/spellings/json_bodies.py "$tidegate"
 fi
 if [ "${BODIES:-}" = only ]; then
   exit

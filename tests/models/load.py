@@ -1,6 +1,7 @@
 """Many slow streams and uploads at a time."""
 
 import asyncio
+import functools
 import json
 import random
 import time
@@ -98,25 +99,41 @@ def overspend(results, limit):
     return max(0, delivered - limit), max(late)
 
 
-def upload_head(user, path="/upload", content_type="application/json", size=UPLOAD_BYTES):
-    lines = [f"POST {path} HTTP/1.1", "host: test", f"x-user: {user}", f"content-type: {content_type}"]
-    return "\r\n".join([*lines, f"content-length: {size}", "connection: close", "", ""]).encode()
+@dataclass
+class Upload:
+    """A JSON body that is sent in pieces."""
+
+    size: int = UPLOAD_BYTES
+    is_chunked: bool = False
+    content_type: str = "application/json"
+
+    def head(self, user):
+        lines = ["POST /upload HTTP/1.1", "host: test", f"x-user: {user}", f"content-type: {self.content_type}"]
+        length = "transfer-encoding: chunked" if self.is_chunked else f"content-length: {self.size}"
+        return "\r\n".join([*lines, length, "connection: close", "", ""]).encode()
+
+    def piece(self, start, end):
+        """These bytes of the body, as they are sent."""
+        data = json_body(self.size)[start:end]
+        if not self.is_chunked:
+            return data
+        return b"%x\r\n%s\r\n" % (len(data), data) + (b"0\r\n\r\n" if end == self.size else b"")
 
 
+@functools.cache
 def json_body(size=UPLOAD_BYTES):
     start, end = b'{"model":"gpt-5","padding":"', b'"}'
     return start + b"x" * (size - len(start) - len(end)) + end
 
 
-async def upload_slowly(port, user, gap_s, content_type="application/json"):
-    """Sends a body in pieces. Returns the times before the first and the last piece, and the status."""
+async def upload_slowly(port, user, gap_s, upload):
+    """Returns the times before the first and the last piece, and the status."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    body = json_body()
-    writer.write(upload_head(user, content_type=content_type))
+    writer.write(upload.head(user))
     started = time.monotonic()
-    for place in range(0, len(body), PIECE_BYTES):
+    for place in range(0, upload.size, PIECE_BYTES):
         last = time.monotonic()
-        writer.write(body[place : place + PIECE_BYTES])
+        writer.write(upload.piece(place, min(place + PIECE_BYTES, upload.size)))
         await writer.drain()
         await asyncio.sleep(gap_s)
     status = int((await reader.readline()).split()[1])
@@ -124,24 +141,23 @@ async def upload_slowly(port, user, gap_s, content_type="application/json"):
     return started, last, status
 
 
-async def hold_uploads(port, user, measure):
-    """Sends `UPLOADS` bodies at the same time. Calls `measure` while each has sent 60 KiB, and then 100 KiB."""
-    body = json_body()
+async def hold_uploads(port, user, upload, places, measure):
+    """Sends `UPLOADS` bodies at the same time. Calls `measure` while each has sent as many bytes as `places` say."""
     connections = []
     for _ in range(UPLOADS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(upload_head(user))
+        writer.write(upload.head(user))
         connections.append((reader, writer))
     sent, measured = 0, []
-    for until in (60 << 10, 100 << 10, len(body)):
+    for until in [*places, upload.size]:
         while sent < until:
             size = min(5 << 10, until - sent)
             for _, writer in connections:
-                writer.write(body[sent : sent + size])
+                writer.write(upload.piece(sent, sent + size))
                 await writer.drain()
             sent += size
             await asyncio.sleep(0.1)
-        if until < len(body):
+        if until < upload.size:
             await asyncio.sleep(1)
             measured.append(measure())
     statuses = []

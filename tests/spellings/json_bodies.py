@@ -1,14 +1,16 @@
 """Asks real parsers and frameworks how they read request bodies, and compares with tests/fixtures/json_bodies.json.
 
-    json_bodies.py
+    json_bodies.py [TIDEGATE]
 
-UPDATE_FIXTURES=1 records the readings, and needs all readers. SERVERS="node php" asks only these. README.md describes
-the fixture.
+UPDATE_FIXTURES=1 records the readings, and needs all readers. SERVERS="node php" asks only these. With TIDEGATE, sends
+the bodies through it, too, and BODY_DRAWS (2000) drawn ones of SEED; the exit code is 1 if one escapes. README.md
+describes the fixture.
 """
 
 import http.client
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -16,7 +18,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attack_bodies
 import bodies
+import draw_bodies
 import servers
 
 FIXTURE = Path("tests/fixtures/json_bodies.json")
@@ -180,8 +184,8 @@ def entry_of(body, readings):
     return entry
 
 
-def ask_all(readers):
-    corpus = bodies.all_bodies()
+def ask_all(readers, corpus):
+    """The entries of the fixture for these bodies."""
     readings = {body.name: {} for body in corpus}
     with ThreadPoolExecutor(8) as pool:
         for name, place in readers.items():
@@ -191,8 +195,6 @@ def ask_all(readers):
                 readings[body.name][name] = found
             accepted = sum(found is not None for found in answers)
             print(f"  {name}: {accepted} accepted, {time.monotonic() - started:.0f} s", flush=True)
-            found = readings["form: plain" if "-form" in name else "plain"][name]
-            assert found and found["model"] == "alice", f"{name} reads {found}"
     return [entry_of(body, readings[body.name]) for body in corpus]
 
 
@@ -226,22 +228,57 @@ def differences(recorded, entries, readers):
     return found + [f"{name!r} is no body any more" for name in before]
 
 
+def assert_plain(entries, readers):
+    """Every reader works."""
+    for name in readers:
+        plain = "form: plain" if "-form" in name else "plain"
+        found = by_reader(next(entry for entry in entries if entry["name"] == plain)).get(name)
+        assert found and found["model"] == "alice", f"{name} reads {found}"
+
+
+def attack(port, corpus, entries):
+    """Sends bodies through tidegate. Returns whether none escapes."""
+    started = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        found = pool.map(lambda pair: attack_bodies.attack(port, *pair, request), zip(corpus, entries, strict=True))
+        escapes = {body.name: one for body, one in zip(corpus, found, strict=True) if one}
+    for name, one in escapes.items():
+        body = next(body for body in corpus if body.name == name)
+        for policy, field, text, names in one:
+            shown = f"{body.content_type} {body.bytes()[:120]}: {str(text)[:60]!r}"
+            print(f"ESCAPED {policy} {field}: {name!r} {shown} for {' '.join(names)}")
+    print(f"{len(escapes)} of {len(corpus)} bodies escape tidegate, {time.monotonic() - started:.0f} s", flush=True)
+    return not escapes
+
+
 def main():
     readers, missing = start_all()
     for line in missing:
         print(f"NOT ASKED: {line}")
     if wanted := os.environ.get("SERVERS", "").split():
         readers = {name: readers[name] for name in wanted}
-    print(f"{len(bodies.all_bodies())} bodies, {len(readers)} readers", flush=True)
-    entries = ask_all(readers)
+    corpus = bodies.all_bodies()
+    print(f"{len(corpus)} bodies, {len(readers)} readers", flush=True)
+    entries = ask_all(readers, corpus)
+    assert_plain(entries, readers)
+    failed = False
     if os.environ.get("UPDATE_FIXTURES"):
         if missing or wanted:
             raise SystemExit("the fixture needs all readers")
         write_fixture(readers, entries)
-        return
-    changes = differences(json.loads(FIXTURE.read_text(encoding="utf-8")), entries, readers)
-    print("\n".join(changes) or "all readings are as recorded")
-    if changes:
+    else:
+        changes = differences(json.loads(FIXTURE.read_text(encoding="utf-8")), entries, readers)
+        print("\n".join(changes) or "all readings are as recorded")
+        failed = bool(changes)
+    if len(sys.argv) > 1:
+        port = attack_bodies.start(sys.argv[1])
+        failed |= not attack(port, corpus, entries)
+        if number := int(os.environ.get("BODY_DRAWS", "2000")):
+            seed = os.environ.get("SEED", str(random.randrange(1 << 32)))
+            print(f"{number} drawn bodies, SEED={seed}", flush=True)
+            drawn = [draw_bodies.draw(seed, index) for index in range(number)]
+            failed |= not attack(port, drawn, ask_all(readers, drawn))
+    if failed:
         raise SystemExit(1)
 
 
