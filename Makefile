@@ -121,7 +121,7 @@ envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/
 # Takes twenty minutes. The first run installs 400 packages from npm and PyPI. Without Go, JDK, PHP, Ruby, Perl or
 # HAProxy, it reports what it has not asked. SEED repeats a run; more variables: tests/spellings/README.md.
 .PHONY: spellings
-spellings: ## Ask real frameworks how they read targets, cookies and queries, and attack the proxy in front of them
+spellings: ## Ask real frameworks how they read targets, cookies, queries and bodies, and attack the proxy in front of them
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,node,on Debian: apt-get install nodejs)
 	$(call need,npm,on Debian: apt-get install npm)
