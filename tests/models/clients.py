@@ -97,17 +97,18 @@ class Clients:
     def gemini_array(self, plan, model="gemini"):
         """The stream as one JSON array, which the library does not use."""
         outcome = Outcome()
-        body = {"contents": [{"role": "user", "parts": [{"text": plan}]}]}
         try:
-            with httpx.stream(
-                "POST", f"{self.url}/v1beta/models/{model}:streamGenerateContent", json=body, headers=self.headers
-            ) as response:
+            with httpx.stream("POST", **self.genai_request(plan, model), headers=self.headers) as response:
                 response.raise_for_status()
                 for part in response.iter_raw():
                     outcome.events += part.count(b"totalTokenCount")
         except httpx.HTTPError as error:
             outcome.error = error
         return outcome
+
+    def genai_request(self, plan, model="gemini"):
+        body = {"contents": [{"role": "user", "parts": [{"text": plan}]}]}
+        return {"url": f"{self.url}/v1beta/models/{model}:streamGenerateContent", "json": body}
 
     def tool(self, name, plan):
         """Starts an MCP session and calls a tool."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
@@ -316,7 +317,16 @@ def a_client_that_leaves_pays_what_it_saw(site):
         (entry,) = site.log_of("leaver")
         assert not entry["complete"], "the upstream's stream was read to its end"
         is_about("charged", used, seen, entry["reported"])
-        return f"saw {seen}, charged {used}, the server had reported {entry['reported']}"
+        told = f"saw {seen}, charged {used}, the server had reported {entry['reported']}"
+        # The same of a list of documents.
+        request = clients.genai_request(plan)
+        with httpx.stream("POST", **request, headers={"x-user": "other"}) as response:
+            parts = response.iter_raw()
+            seen = "".join(next(parts).decode() for _ in range(10))
+        seen = int(re.findall(r'"totalTokenCount": (\d+)', seen)[-1])
+        time.sleep(0.5)
+        assert proxy.used("tokens", "other") >= seen, f"of a list: saw {seen}, charged {proxy.used('tokens', 'other')}"
+        return told
 
 
 # Keys and conditions.
@@ -421,11 +431,17 @@ def rejections_are_the_errors_of_the_libraries(site):
 SLICE = 50
 
 
-def cut_off(limit, estimate=10, piece=SLICE, is_on=True):
-    """Beside "tokens", a policy "ledger" never rejects: the admin endpoint reports no usage above a limit."""
+def cut_off(limit, estimate=10, piece=SLICE, is_on=True, bytes_per_unit=400):
+    """Beside "tokens", a policy "ledger" never rejects: the admin endpoint reports no usage above a limit.
+
+    An event of these servers has some 300 bytes.
+    """
     cost = f"estimate = {estimate}\n{USAGE}"
     ledger = policy(cost, extra='mode = "shadow"', name="ledger")
-    return policy(f"{cost}\ncut_off = {str(is_on).lower()}\nslice = {piece}", limit) + ledger
+    if not is_on:
+        return policy(cost, limit) + ledger
+    cut = f"cut_off = true\nslice = {piece}\nresponse_bytes_per_unit = {bytes_per_unit}"
+    return policy(f"{cost}\n{cut}", limit) + ledger
 
 
 @check()
@@ -488,16 +504,20 @@ def cut_off_of_other_bodies_closes_the_connection(site):
 
 
 @check()
-def cut_off_needs_usage_in_the_stream(site):
-    """Usage in the last event only: the stream is complete, and charged in full."""
-    with site.proxy(cut_off(300)) as proxy:
-        outcome = Clients(proxy.url, "late").chat("input=100 output=2000 events=20", True)
-        equal("units", outcome.units, 2100)
-        equal("charged", proxy.used_after(2100, "ledger", "late"), 2100)
-        equal("used of the limit", proxy.used("tokens", "late"), 300)
-        error = Clients(proxy.url, "late").chat("").error
-        equal("next request", type(error), openai.RateLimitError)
-    return "2100 units of 300, the next request is rejected"
+def cut_off_without_usage_before_the_end(site):
+    """Bytes count as units until the last event reports the usage, which corrects them."""
+    told = []
+    for bytes_per_unit, output, gets_all in ((400, 200, True), (400, 2000, False), (4, 200, False)):
+        user = f"late-{bytes_per_unit}-{output}"
+        with site.proxy(cut_off(300, bytes_per_unit=bytes_per_unit)) as proxy:
+            outcome = Clients(proxy.url, user).chat(f"input=10 output={output} events={output} gap_ms=1", True)
+            told.append(f"{bytes_per_unit} bytes per unit, {output + 10} units: {outcome.events} events")
+            equal(f"{told[-1]}: complete", outcome.error is None, gets_all)
+            if gets_all:
+                equal("charged", proxy.used_after(output + 10, "tokens", user), output + 10)
+            else:
+                is_about("left of the limit", 300 - proxy.used("tokens", user), 0, SLICE)
+    return "limit 300; " + "; ".join(told)
 
 
 # Load.
