@@ -121,12 +121,20 @@ envoy: ## Test with real Envoy and Traefik in front, using the examples of docs/
 # Takes twenty minutes. The first run installs 400 packages from npm and PyPI. Without Go, JDK, PHP, Ruby, Perl or
 # HAProxy, it reports what it has not asked. SEED repeats a run; more variables: tests/spellings/README.md.
 .PHONY: spellings
-spellings: ## Ask real frameworks how they read targets, cookies and queries, and attack the proxy in front of them
+spellings: ## Ask real frameworks how they read targets, cookies, queries and bodies, and attack the proxy in front of them
 	$(call need,python3,on Debian: apt-get install python3-venv)
 	$(call need,node,on Debian: apt-get install nodejs)
 	$(call need,npm,on Debian: apt-get install npm)
 	cargo build --locked
 	tests/spellings.sh
+
+# Takes a minute. The first run installs the client libraries from PyPI. CHECKS selects checks: tests/models/README.md.
+.PHONY: models
+models: ## Run the client libraries of language models and MCP through the proxy: charges, errors, cut-off streams, load
+	$(call need,python3,on Debian: apt-get install python3-venv)
+	$(call need,redis-server,on Debian: apt-get install redis-server)
+	cargo build --locked
+	tests/models.sh
 
 # Uses prost and a .proto compiler in Rust. Both are dependencies of a separate package that only this target builds.
 .PHONY: proto

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Asks real servers how they read the spellings of tests/spellings, and attacks tidegate, nginx, Envoy and HAProxy in
-# front of them. UPDATE_FIXTURES=1 records the readings.
+# Asks real servers how they read the spellings and bodies of tests/spellings, and attacks tidegate, nginx, Envoy and
+# HAProxy in front of them. UPDATE_FIXTURES=1 records the readings. BODIES=0: no bodies; BODIES=only: nothing else.
 #
 #   tests/spellings.sh [PATH OF tidegate]
 #
@@ -24,4 +24,10 @@ if [ tests/spellings/package-lock.json -nt tests/spellings/node_modules/.package
 fi
 ENVOY=${ENVOY:-$(find "$tools/lib" -path '*/envoy/_bin/envoy' | head -n 1)}
 
+if [ "${BODIES:-}" != 0 ]; then
+  "$tools/bin/python" tests/spellings/json_bodies.py "$tidegate"
+fi
+if [ "${BODIES:-}" = only ]; then
+  exit
+fi
 exec "$tools/bin/python" tests/spellings/ask.py "$tidegate" "$ENVOY"
