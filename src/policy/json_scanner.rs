@@ -16,7 +16,7 @@ const MAX_NUMBER_BYTES: usize = 64;
 /// Length of the longest JSON encoding of one byte of a key, such as `\u0041`.
 const MAX_JSON_BYTES_PER_KEY_BYTE: usize = 6;
 /// Maximum length of a string or key of a request that is read, as written.
-const MAX_TEXT_BYTES: usize = 1024;
+pub(super) const MAX_TEXT_BYTES: usize = 1024;
 
 /// Scanner of one JSON document for the value at a pointer. The memory is bounded by the pointer's
 /// length, or in a request by [`MAX_TEXT_BYTES`].
@@ -40,6 +40,8 @@ pub(crate) struct JsonPointerScanner {
     found: FoundValue,
     /// Whether the root is a list of documents, and the current value one of them.
     is_root_list: bool,
+    /// The number in the last complete document of such a list that had one.
+    list_units: Option<u64>,
     /// One bit per container on the path: 1 if it had the name that the path goes through.
     named_bits: u128,
     /// Whether parsers may disagree on the value: see [`ScanPurpose::Request`].
@@ -79,7 +81,7 @@ pub enum BodyValue {
     Absent,
     /// A string, or `true` or `false`.
     Text(Box<str>),
-    /// A whole number of at most 2^53 in decimal digits, perhaps after a minus sign.
+    /// A whole number of at most 2^53, without a fraction or exponent.
     Number(Box<str>),
     /// Apps may read different values, or it is not a single value.
     Unreadable,
@@ -150,13 +152,17 @@ impl JsonPointerScanner {
     }
 
     /// Ends the document and resets the scanner for the next document. Returns the number at the
-    /// pointer if the document is complete and has one.
+    /// pointer if the document is complete and has one, or the last complete one of a list.
     pub(crate) fn finish(&mut self) -> Option<u64> {
-        let Self { found, state, .. } = std::mem::take(self);
-        match found {
-            FoundValue::Literal(literal) if state == JsonScanState::Done => parse_units(&literal),
-            _ => None,
-        }
+        let scan = std::mem::take(self);
+        let is_done = scan.state == JsonScanState::Done && !scan.is_root_list;
+        let units = is_done.then(|| scan.found.as_units());
+        units.flatten().or(scan.list_units)
+    }
+
+    /// The number in the last complete document, if the root is a list of documents.
+    pub(crate) fn list_units(&self) -> Option<u64> {
+        self.list_units
     }
 
     #[cfg(test)]
@@ -274,6 +280,10 @@ impl JsonPointerScanner {
 
     /// Sets the state that follows a complete value.
     fn finish_value(&mut self) {
+        if self.depth == 0 && self.is_root_list {
+            let found = std::mem::take(&mut self.found);
+            self.list_units = found.as_units().or(self.list_units);
+        }
         self.state = if self.depth == 0 && !self.is_root_list {
             JsonScanState::Done
         } else {
@@ -397,6 +407,13 @@ impl JsonPointerScanner {
 }
 
 impl FoundValue {
+    fn as_units(&self) -> Option<u64> {
+        match self {
+            Self::Literal(literal) => parse_units(literal),
+            _ => None,
+        }
+    }
+
     fn into_body_value(self) -> BodyValue {
         let value = match &self {
             Self::Nothing => Some(BodyValue::Absent),
@@ -406,7 +423,7 @@ impl FoundValue {
                 b"null" => Some(BodyValue::Absent),
                 b"true" => Some(BodyValue::Text("true".into())),
                 b"false" => Some(BodyValue::Text("false".into())),
-                number => canonical_number(number).map(|text| BodyValue::Number(text.into())),
+                number => plain_number(number).map(BodyValue::Number),
             },
             Self::Container => None,
         };
@@ -447,18 +464,13 @@ fn is_look_alike(raw_key: &[u8], name: &str) -> bool {
     !folded.is_empty() && fold(&key) == folded
 }
 
-/// The digits of a whole number that all parsers read as the same one, also if written as `5.0` or
-/// `5e0`.
-fn canonical_number(literal: &[u8]) -> Option<String> {
-    let magnitude = literal.strip_prefix(b"-").unwrap_or(literal);
-    let sign = if magnitude.len() < literal.len() {
-        "-"
-    } else {
-        ""
-    };
-    let units = parse_units(magnitude)?;
-    let sign = if units == 0 { "" } else { sign };
-    Some(format!("{sign}{units}"))
+/// The text of a whole number that all parsers read as the same one. Apps may keep the text of
+/// others, such as `5.0`, `5e0` and `-0`.
+fn plain_number(literal: &[u8]) -> Option<Box<str>> {
+    let text = std::str::from_utf8(literal).ok()?;
+    let number: i64 = text.parse().ok()?;
+    let is_plain = number.unsigned_abs() <= MAX_UNITS && number.to_string() == text;
+    is_plain.then(|| text.into())
 }
 
 /// Parses a cost from a JSON number. Also accepts whole numbers written as `1.2e2` or `120.0`,

@@ -1,8 +1,8 @@
 //! What policies read in the body of a request: values at JSON pointers, form fields, and its size.
 
 use super::facts::query_values;
-use super::json_scanner::{BodyValue, JsonPointerScanner};
-use super::value_checks::is_query_ambiguous;
+use super::json_scanner::{BodyValue, JsonPointerScanner, MAX_TEXT_BYTES};
+use super::value_checks::{is_query_ambiguous, names_parameter};
 use super::{JsonPointer, MediaType, ValueChecks};
 use http::{HeaderMap, header};
 use serde::de::IgnoredAny;
@@ -61,15 +61,17 @@ impl BodyFacts {
                 Some(json) => Box::new(|pointer| JsonPointerScanner::read_request(json, pointer)),
                 None => return Self::unreadable(size),
             },
-            Some(BodyFormat::Form) => match std::str::from_utf8(body) {
-                Ok(form) => Box::new(|pointer| read_form_field(form, pointer)),
-                Err(_) => return Self::unreadable(size),
+            Some(BodyFormat::Form) => match valid_form(body) {
+                Some(form) => Box::new(|pointer| read_form_field(form, pointer)),
+                None => return Self::unreadable(size),
             },
             None => return Self::unreadable(size),
         };
         let values = pointers.map(|pointer| {
             let value = match read(pointer) {
-                BodyValue::Text(text) if checks.rejects_value(text.as_bytes()) => {
+                BodyValue::Text(text)
+                    if text.len() > MAX_TEXT_BYTES || checks.rejects_value(text.as_bytes()) =>
+                {
                     BodyValue::Unreadable
                 }
                 value => value,
@@ -107,10 +109,21 @@ fn valid_json(body: &[u8]) -> Option<&[u8]> {
     Some(json)
 }
 
-/// The value of a form field, whose name is the only step of the pointer.
+/// The fields in a body without octets that encoders of forms escape. An app that ignores the media
+/// type may take a body with others for JSON.
+fn valid_form(body: &[u8]) -> Option<&str> {
+    let is_expected = |byte: &u8| byte.is_ascii_graphic() && !b"\"<>[]\\^`{|}".contains(byte);
+    let form = std::str::from_utf8(body).ok()?;
+    body.iter().all(is_expected).then_some(form)
+}
+
+/// The value of a form field, whose name is the only step of the pointer. Fields such as `a[b]` or
+/// `a.b`, which some apps read as the value at `/a/b`, make it unreadable.
 fn read_form_field(form: &str, pointer: &JsonPointer) -> BodyValue {
-    let [token] = pointer.tokens() else {
-        return BodyValue::Absent;
+    let token = match pointer.tokens() {
+        [token] => token,
+        [first, ..] if names_parameter(form, &first.name) => return BodyValue::Unreadable,
+        _ => return BodyValue::Absent,
     };
     if is_query_ambiguous(Some(form), &token.name) {
         return BodyValue::Unreadable;
@@ -135,4 +148,173 @@ pub(super) fn is_identity_coded(headers: &HeaderMap) -> bool {
             .trim_ascii()
             .eq_ignore_ascii_case(b"identity")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::HeaderValue;
+    use proptest::prelude::*;
+    use serde_json::Value;
+
+    /// The readings of real parsers and frameworks, recorded by `make spellings`.
+    const FIXTURE: &str = include_str!("../../tests/fixtures/json_bodies.json");
+    const FIELDS: [(&str, &str); 4] = [
+        ("model", "/model"),
+        ("method", "/method"),
+        ("max_tokens", "/max_tokens"),
+        ("name", "/params/name"),
+    ];
+
+    fn pointer(text: &str) -> JsonPointer {
+        JsonPointer::parse(text).unwrap()
+    }
+
+    fn read_json(body: &[u8], at: &str) -> BodyValue {
+        let pointers = [pointer(at)];
+        let format = Some(BodyFormat::Json);
+        let facts = BodyFacts::read(body, format, pointers.iter(), ValueChecks::ALL);
+        facts.value(&pointers[0]).clone()
+    }
+
+    /// A part is a text whose characters are bytes, or a text and how often it is repeated.
+    fn build_body(parts: &Value) -> Vec<u8> {
+        let bytes = |text: &str| -> Vec<u8> {
+            let bytes = text
+                .chars()
+                .map(|one| u8::try_from(u32::from(one)).unwrap());
+            bytes.collect()
+        };
+        let part = |part: &Value| match part {
+            Value::String(text) => bytes(text),
+            part => {
+                let count = usize::try_from(part[1].as_u64().unwrap()).unwrap();
+                bytes(part[0].as_str().unwrap()).repeat(count)
+            }
+        };
+        parts.as_array().unwrap().iter().flat_map(part).collect()
+    }
+
+    /// Every reader that accepts a body reads the same value as the policies, or they find it
+    /// unreadable.
+    #[test]
+    fn no_spelling_of_a_body_has_another_value_for_the_app() {
+        let fixture: Value = serde_json::from_str(FIXTURE).unwrap();
+        let (mut compared, mut unreadable) = (0, 0);
+        let mut wrong = Vec::new();
+        for one in fixture["bodies"].as_array().unwrap() {
+            let mut headers = HeaderMap::new();
+            let lines = one["headers"].as_array().into_iter().flatten();
+            let lines = lines.map(|line| (line[0].as_str().unwrap(), line[1].as_str().unwrap()));
+            let content_type = one["type"].as_str().map(|name| ("content-type", name));
+            for (name, value) in content_type.into_iter().chain(lines) {
+                let name: http::HeaderName = name.parse().unwrap();
+                headers.append(name, HeaderValue::from_bytes(value.as_bytes()).unwrap());
+            }
+            let body = build_body(&one["body"]);
+            let format = BodyFormat::from_headers(&headers).filter(|_| body.len() <= 65_536);
+            let pointers = FIELDS.map(|(_, at)| pointer(at));
+            let facts = BodyFacts::read(&body, format, pointers.iter(), ValueChecks::ALL);
+            for ((field, _), at) in FIELDS.iter().zip(&pointers) {
+                for reading in one["readings"].as_array().unwrap() {
+                    let read = &reading[*field];
+                    let is_same = match facts.value(at) {
+                        BodyValue::Unreadable => {
+                            unreadable += 1;
+                            continue;
+                        }
+                        BodyValue::Absent => read.is_null(),
+                        // Apps with typed fields may read the number in a text.
+                        BodyValue::Text(text) => {
+                            let is_number = read["n"].is_string();
+                            *read == **text || read.to_string() == **text || is_number
+                        }
+                        BodyValue::Number(text) => read["n"] == **text || *read == **text,
+                    };
+                    compared += 1;
+                    // An app that reads no value gives the client no other one.
+                    if !is_same && !read.is_null() {
+                        let name = &one["name"];
+                        wrong.push(format!(
+                            "{name} {field}: {:?} but {reading}",
+                            facts.value(at)
+                        ));
+                    }
+                }
+            }
+        }
+        assert!(wrong.is_empty(), "{}\n{}", wrong.len(), wrong.join("\n"));
+        assert!(
+            compared > 500 && unreadable > 1000,
+            "{compared} {unreadable}"
+        );
+    }
+
+    #[test]
+    fn values_of_each_type_are_read() {
+        for (body, value) in [
+            (r#"{"a":"x"}"#, BodyValue::Text("x".into())),
+            (r#"{"a":true}"#, BodyValue::Text("true".into())),
+            (r#"{"a":-7}"#, BodyValue::Number("-7".into())),
+            (
+                r#"{"a":9007199254740992}"#,
+                BodyValue::Number("9007199254740992".into()),
+            ),
+            (r#"{"a":9007199254740993}"#, BodyValue::Unreadable),
+            (r#"{"a":null}"#, BodyValue::Absent),
+            (r#"{"b":"x"}"#, BodyValue::Absent),
+            (r#"{"a":[]}"#, BodyValue::Unreadable),
+            ("5", BodyValue::Absent),
+            ("", BodyValue::Absent),
+        ] {
+            assert_eq!(read_json(body.as_bytes(), "/a"), value, "{body}");
+        }
+        let long = format!(r#"{{"a":"{}"}}"#, "x".repeat(1025));
+        assert_eq!(read_json(long.as_bytes(), "/a"), BodyValue::Unreadable);
+        let long_name = format!(r#"{{"{}":1,"a":2}}"#, "x".repeat(1025));
+        assert_eq!(read_json(long_name.as_bytes(), "/a"), BodyValue::Unreadable);
+    }
+
+    /// Documents with names that are often equal, at most three deep.
+    fn json_documents() -> impl Strategy<Value = String> {
+        let names = prop::sample::select(vec!["a", "b", "A", "\\u0061", "a_", "c"]);
+        let scalars = prop::sample::select(vec!["1", "-0", "1e2", "\"x\"", "\"\\u0078\"", "null"]);
+        let leaf = scalars.prop_map(str::to_owned);
+        leaf.prop_recursive(3, 24, 4, move |inner| {
+            let members = prop::collection::vec((names.clone(), inner.clone()), 0..4);
+            let object = members.prop_map(|members| {
+                let members = members
+                    .iter()
+                    .map(|(name, value)| format!("\"{name}\":{value}"));
+                format!("{{{}}}", members.collect::<Vec<_>>().join(","))
+            });
+            let items = prop::collection::vec(inner, 0..3);
+            prop_oneof![
+                object,
+                items.prop_map(|items| format!("[{}]", items.join(",")))
+            ]
+        })
+    }
+
+    proptest! {
+        /// A value that is read is the one of a parser that keeps the last of equal names.
+        #[test]
+        fn readings_agree_with_a_parser(document in json_documents()) {
+            for at in ["/a", "/a/b", "/b/0/a"] {
+                let parsed: Value = serde_json::from_str(&document).unwrap();
+                let expected = parsed.pointer(at).unwrap_or(&Value::Null);
+                match read_json(document.as_bytes(), at) {
+                    BodyValue::Unreadable => {}
+                    BodyValue::Absent => prop_assert!(expected.is_null(), "{}", document),
+                    BodyValue::Text(text) => prop_assert_eq!(expected.as_str(), Some(&*text)),
+                    BodyValue::Number(text) => prop_assert_eq!(expected.to_string(), &*text),
+                }
+            }
+        }
+
+        #[test]
+        fn no_body_panics(body in prop::collection::vec(any::<u8>(), 0..64)) {
+            read_json(&body, "/a/0");
+        }
+    }
 }

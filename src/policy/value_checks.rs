@@ -287,7 +287,7 @@ fn has_ambiguous_query(facts: &Facts<'_>, name: &str) -> bool {
 
 /// Whether a part of a path, which upstreams decode before they split it, has a parameter with this
 /// name or a look-alike.
-fn names_parameter(rest: &str, name: &str) -> bool {
+pub(super) fn names_parameter(rest: &str, name: &str) -> bool {
     let folded = fold_name(name.as_bytes());
     let decoded: Vec<u8> = percent_encoding::percent_decode_str(rest).collect();
     decoded

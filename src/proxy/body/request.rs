@@ -262,12 +262,12 @@ impl RequestBody {
     ///
     /// # Errors
     /// Fails if the client does not send it.
-    pub(crate) async fn read_whole(&self, most: u64) -> Result<Option<Bytes>, BodyError> {
+    pub(crate) async fn read_whole(&self, most: u64) -> Result<Option<Vec<u8>>, BodyError> {
         let Some(body) = &self.0 else {
-            return Ok(Some(Bytes::new()));
+            return Ok(Some(Vec::new()));
         };
-        // One buffer: many small frames would each keep a large allocation alive.
-        let mut read = BytesMut::new();
+        // Copied: many small frames would each keep a large allocation alive.
+        let mut parts: Vec<BytesMut> = Vec::new();
         let end = poll_fn(|cx| {
             let mut body = body.borrow_mut();
             while body.received <= most {
@@ -279,7 +279,7 @@ impl RequestBody {
                 body.active.monitor().memory.add_unread_frames(0, bytes);
                 body.read_ahead_bytes += bytes;
                 match frame.into_data() {
-                    Ok(data) => read.extend_from_slice(&data),
+                    Ok(data) => append_to_parts(&mut parts, &data),
                     Err(trailers) => return Poll::Ready(Ok(Some(trailers))),
                 }
                 if body.received <= most && body.incoming.is_end_stream() {
@@ -290,15 +290,33 @@ impl RequestBody {
             Poll::Ready(Ok(None))
         });
         let trailers = end.await?;
-        let read = read.freeze();
         let mut body = body.borrow_mut();
-        let frames = [Some(Frame::data(read.clone())), trailers];
-        for frame in frames.into_iter().flatten() {
+        let is_whole = body.received <= most;
+        let whole = is_whole.then(|| parts.concat());
+        let parts = parts.into_iter().map(|part| Frame::data(part.freeze()));
+        for frame in parts.chain(trailers) {
             body.replay_buffer.append_frame(&frame);
         }
-        Ok((body.received <= most).then_some(read))
+        Ok(whole)
     }
 }
+
+/// Appends data to the last part, or to a new one.
+fn append_to_parts(parts: &mut Vec<BytesMut>, mut data: &[u8]) {
+    while !data.is_empty() {
+        let room = parts.last().map_or(0, |part| part.capacity() - part.len());
+        if room == 0 {
+            parts.push(BytesMut::with_capacity(READ_PART_BYTES));
+        } else if let Some(part) = parts.last_mut() {
+            let (now, rest) = data.split_at(room.min(data.len()));
+            part.extend_from_slice(now);
+            data = rest;
+        }
+    }
+}
+
+/// Size of the parts in which a body is kept until it was read whole.
+const READ_PART_BYTES: usize = 8 * 1024;
 
 impl RequestBodyProgress {
     /// Records that the final response begins: `100 Continue` must not follow it.

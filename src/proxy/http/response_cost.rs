@@ -421,7 +421,8 @@ impl JsonBodyReader {
     /// The number in the last complete document that had one.
     fn units_at(&self, pointer: &JsonPointer) -> Option<u64> {
         let mut numbers = self.numbers.iter();
-        numbers.find(|one| one.pointer == *pointer)?.last_units
+        let number = numbers.find(|one| one.pointer == *pointer)?;
+        number.scanner.list_units().or(number.last_units)
     }
 
     /// Skips a byte order mark at the start of the body, which some JSON bodies and event streams
