@@ -41,6 +41,7 @@ pub(super) fn report_conflicts(
     let (for_descriptors, leases) = (kind.matches_descriptors, reader.contains_key("lease"));
     let for_ext_authz = context.has_ext_authz && !for_descriptors;
     let (is_sharded, is_dynamic) = (quota.shards > 1, quota.is_dynamic);
+    let notifies = !quota.notify.is_empty();
     let (in_instance, counts_rejected) = (quota.is_instance_scoped(), quota.count_rejected);
     let shares_counter = quota.key.counter_name().is_some();
     let (blocks, blocks_by_responses) = (quota.block.is_some(), quota.counts_responses());
@@ -96,6 +97,10 @@ pub(super) fn report_conflicts(
         Error("shards") if is_local && context.uses_redis_cluster && is_sharded => "usage during an outage is written back to one counter; expected on_store_failure = \"open\" or \"closed\"";
         Error("shards") if is_requested && is_sharded => "not with requests_from: shards need a fixed amount; expected no shards";
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
+        Error("notify") if notifies && has_only_slots => "algorithm = \"concurrency\" has no period; expected another limit too, or no notify";
+        Error("notify") if notifies && is_sharded => "not with shards: a decision sees the usage of one shard; expected no notify";
+        Error("notify") if notifies && leases => "not with lease: leased units count as used before they are; expected no notify";
+        Error("notify") if notifies && warms_up => "not with warm_up: a cold bucket has few units left without any use; expected no notify";
         Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
         Warning("cost") if quota.cost.min_units() == 0 => "requests with cost 0 are never limited";
         Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";

@@ -65,6 +65,12 @@ schema_table! {
         /// lease or "local". Each policy compares the shared usage with its own limit. If several
         /// match a request, only the strictest charges it. Not with dynamic.
         counter: NAME, of_quota;
+        /// Soft thresholds: the first request by which a key reaches such a share of a limit in a
+        /// period, or by which the limit rejects (1.0), is logged, counted in
+        /// tidegate_policy_notifications_total, and its response has X-Tidegate-Notify. Once for
+        /// all instances; with other algorithms than fixed_window at most once per period. Not
+        /// with lease, shards, warm_up or only concurrency. None while the store is unreachable.
+        notify: ValueKind::ThresholdList, of_quota;
         /// As in [defaults].
         missing_key: MISSING_KEY, of_quota;
         /// As in [defaults]. Descriptor policies: "local", or else UNAVAILABLE, and Envoy's
