@@ -6,7 +6,6 @@
 
 use super::Enforcer;
 use super::charge_plan::ChargePlan;
-use super::planned_policy::PlannedPolicy;
 use crate::limiter::{Algorithm, ChargeOutcome, Decision, Key, Limit, PolicyCharges, Refusal};
 use crate::policy::{NamedLimit, PolicyMode, Threshold};
 use crate::store::Store;
@@ -63,8 +62,16 @@ struct ReachedThreshold {
     policy: Box<str>,
     key: Key,
     named: NamedLimit,
+    usage: LimitUsage,
+}
+
+/// The usage of a limit after a decision.
+#[derive(Clone, Copy)]
+struct LimitUsage {
     used: u64,
     capacity: u64,
+    /// The limit refuses the request: too few units are left.
+    is_full: bool,
 }
 
 impl Enforcer {
@@ -77,21 +84,33 @@ impl Enforcer {
     ) -> Vec<(&'t NamedLimit, Threshold)> {
         let mut asked = Vec::new();
         for (planned_policy, statuses) in plan.policies_with_statuses(decision) {
-            let limits = planned_policy.own.limits.iter().zip(statuses.limits);
-            for (index, (named, outcome)) in limits.enumerate() {
-                let is_reported =
-                    named.is_reported && planned_policy.own.mode != PolicyMode::Shadow;
-                let reached =
-                    planned_policy.reached_thresholds((index, named), outcome, decision.now_us);
-                for reached in reached.filter(|reached| self.sent_notifications.begin(reached.id)) {
-                    let field = is_reported.then_some((named, reached.id.2));
+            let own = &planned_policy.own;
+            for (index, (named, outcome)) in own.limits.iter().zip(statuses.limits).enumerate() {
+                let Some(usage) = LimitUsage::from_outcome(named, outcome) else {
+                    continue;
+                };
+                let thresholds = own.quota.notify.iter().copied();
+                for threshold in thresholds.filter(|threshold| usage.reaches(*threshold)) {
+                    let window_start_us = find_window_start(&named.limit, decision.now_us);
+                    let id = (own.key.id(), index, threshold, window_start_us);
+                    if !self.sent_notifications.begin(id) {
+                        continue;
+                    }
+                    let reached = ReachedThreshold {
+                        id,
+                        policy: own.policy.name.clone(),
+                        key: own.key.clone(),
+                        named: named.clone(),
+                        usage,
+                    };
                     // A task, so that the notification is not lost if the client leaves.
                     let task = tokio::spawn(reached.notify_if_first(
                         self.store.clone(),
                         Arc::clone(&self.metrics),
                         Arc::clone(&self.sent_notifications),
                     ));
-                    asked.push((task, field));
+                    let is_reported = named.is_reported && own.mode != PolicyMode::Shadow;
+                    asked.push((task, is_reported.then_some((named, threshold))));
                 }
             }
         }
@@ -112,40 +131,31 @@ impl ChargePlan<'_> {
     }
 }
 
-impl PlannedPolicy<'_> {
-    /// The thresholds that the usage of a limit has reached after a decision at `now_us`. A limit
-    /// that refuses is full, unless the cost exceeds its capacity.
-    fn reached_thresholds(
-        &self,
-        (index, named): (usize, &NamedLimit),
-        outcome: &ChargeOutcome,
-        now_us: u64,
-    ) -> impl Iterator<Item = ReachedThreshold> {
-        let status = outcome.status.filter(|status| !status.is_unlimited());
-        let capacity = outcome.limit_in_effect(&named.limit).capacity();
-        let used = capacity.saturating_sub(status.map_or(capacity, |status| status.remaining));
-        let is_full = matches!(outcome.refusal(), Some(Refusal::Until(_)));
-        let reached = if is_full { capacity } else { used };
-        let has_usage = status.is_some() && capacity > 0 && !named.limit.algorithm.counts_slots();
-        let thresholds = self
-            .own
-            .quota
-            .notify
-            .iter()
-            .filter(move |threshold| has_usage && threshold.is_reached(reached, capacity));
-        let window_start_us = if named.limit.algorithm.follows_wall_clock() {
-            named.limit.window_at(now_us).start_us
-        } else {
-            0
-        };
-        thresholds.map(move |threshold| ReachedThreshold {
-            id: (self.own.key.id(), index, *threshold, window_start_us),
-            policy: self.own.policy.name.clone(),
-            key: self.own.key.clone(),
-            named: named.clone(),
-            used,
+impl LimitUsage {
+    /// `None` if the limit has no usage of a period, or its usage is unknown.
+    fn from_outcome(named: &NamedLimit, outcome: &ChargeOutcome) -> Option<Self> {
+        let status = outcome.status.filter(|status| !status.is_unlimited())?;
+        let capacity = status.limit_in_effect(&named.limit).capacity();
+        let usage = Self {
+            used: capacity.saturating_sub(status.remaining),
             capacity,
-        })
+            // A cost above the capacity is refused whatever the usage is.
+            is_full: matches!(status.refusal, Some(Refusal::Until(_))),
+        };
+        (capacity > 0 && !named.limit.algorithm.counts_slots()).then_some(usage)
+    }
+
+    fn reaches(self, threshold: Threshold) -> bool {
+        self.is_full || threshold.is_reached(self.used, self.capacity)
+    }
+}
+
+/// The start of the window at a time; 0 for an algorithm without windows.
+fn find_window_start(limit: &Limit, now_us: u64) -> u64 {
+    if limit.algorithm.follows_wall_clock() {
+        limit.window_at(now_us).start_us
+    } else {
+        0
     }
 }
 
@@ -230,8 +240,8 @@ impl ReachedThreshold {
             policy = &*self.policy,
             limit = &*self.named.name,
             threshold = %self.id.2,
-            used = self.used,
-            capacity = self.capacity,
+            used = self.usage.used,
+            capacity = self.usage.capacity,
             unit = self.named.unit.as_deref(),
             key = format!("{:032x}", self.key.id()),
             key_parts = self.key.format_value_ids(),

@@ -2,6 +2,7 @@
 //! log line and a count.
 
 use crate::support::prelude::*;
+use crate::support::rls_client::{USER_POLICY, response_header};
 
 const FIELD: &str = "x-tidegate-notify";
 
@@ -170,4 +171,14 @@ async fn hidden_policies_and_replies_to_other_proxies() {
     }
     proxy.assert_metric(&series("0.5"), 1.0).await;
     proxy.assert_metric(&series("1.0"), 1.0).await;
+}
+
+#[tokio::test]
+async fn envoy_adds_the_field_to_its_response() {
+    let config = format!("{RLS_LISTENER}{USER_POLICY}notify = [1.0]\n");
+    let mut service = ServiceClient::start(&config).await;
+    for expected in [None, Some("\"user\";threshold=1.0"), None] {
+        let reply = service.ask_user("ann").await;
+        assert_eq!(response_header(&reply, FIELD), expected);
+    }
 }

@@ -220,7 +220,10 @@ async fn warn_at_80_percent() {
     let run = RecipeRun::start("Warn at 80 %").await;
     let mut notified = Vec::new();
     for nth in 1..=6 {
-        let reply = run.proxy.get_with("/", "X-Api-Key", "key-of-zoe").await;
+        let reply = run
+            .proxy
+            .get_with("/api/x", "X-Api-Key", "key-of-zoe")
+            .await;
         let field = reply.header("x-tidegate-notify").map(str::to_owned);
         notified.extend(field.map(|field| (nth, field)));
     }
