@@ -191,6 +191,27 @@ async fn a_client_that_leaves_does_not_take_the_notification_with_it() {
     assert_eq!(fixture.count_notifications("1.0"), 1);
 }
 
+/// The window ends between the decision about a request and the question whether it is the first.
+#[tokio::test(start_paused = true)]
+async fn a_question_after_the_end_of_a_window_is_about_that_window() {
+    let policy = make_notifying_policy(1, Algorithm::FixedWindow { offset_us: 0 }, &[1.0]);
+    let one = EnforcerFixture::new(vec![policy.clone()]);
+    let mut other = EnforcerFixture::new(vec![policy]);
+    other.enforcer.store = one.enforcer.store.clone();
+    // At the very start of a window.
+    assert_eq!(one.notify_times("ann", 1).await, [at(1, "1.0")]);
+    for user in ["ann", "bob"] {
+        let late = other.notify(user);
+        tokio::pin!(late);
+        assert!(futures_util::poll!(&mut late).is_pending());
+        one.advance(10 * SECOND_US).await;
+        let is_first = user == "bob";
+        assert_eq!(late.await.len(), usize::from(is_first), "{user}");
+        assert_eq!(one.notify_times(user, 2).await, [at(1, "1.0")], "{user}");
+        assert_eq!(other.notify_times(user, 2).await, [], "{user}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn more_thresholds_than_a_worker_remembers_are_notified_once_each() {
     let policy = make_notifying_policy(1, Algorithm::FixedWindow { offset_us: 0 }, &[0.5, 1.0]);
