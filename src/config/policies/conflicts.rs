@@ -32,6 +32,7 @@ pub(super) fn report_conflicts(
     quota: &Quota,
 ) {
     report_foreign_key_part(reader, kind, quota);
+    report_unknown_usage(reader, quota);
     let first_set = |one, other| if reader.contains_key(one) { one } else { other };
     let (limits, cost) = (
         first_set("limits", "limit"),
@@ -41,7 +42,6 @@ pub(super) fn report_conflicts(
     let (for_descriptors, leases) = (kind.matches_descriptors, reader.contains_key("lease"));
     let for_ext_authz = context.has_ext_authz && !for_descriptors;
     let (is_sharded, is_dynamic) = (quota.shards > 1, quota.is_dynamic);
-    let notifies = !quota.notify.is_empty();
     let (in_instance, counts_rejected) = (quota.is_instance_scoped(), quota.count_rejected);
     let shares_counter = quota.key.counter_name().is_some();
     let (blocks, blocks_by_responses) = (quota.block.is_some(), quota.counts_responses());
@@ -52,10 +52,7 @@ pub(super) fn report_conflicts(
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
     let is_requested = has_limit(|one| one.amount.is_some());
     let delays = has_limit(|one| one.limit.algorithm.is_queue());
-    let warms_up = has_limit(|one| match one.limit.algorithm {
-        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
-        _ => false,
-    });
+    let warms_up = has_limit(has_warm_up);
     let modes = || std::iter::once(kind.mode).chain(quota.overrides.modes());
     // `count_rejected` of an instance is exact only if all keys are enforced.
     let watching = modes()
@@ -97,10 +94,6 @@ pub(super) fn report_conflicts(
         Error("shards") if is_local && context.uses_redis_cluster && is_sharded => "usage during an outage is written back to one counter; expected on_store_failure = \"open\" or \"closed\"";
         Error("shards") if is_requested && is_sharded => "not with requests_from: shards need a fixed amount; expected no shards";
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
-        Error("notify") if notifies && has_only_slots => "algorithm = \"concurrency\" has no period; expected another limit too, or no notify";
-        Error("notify") if notifies && is_sharded => "not with shards: a decision sees the usage of one shard; expected no notify";
-        Error("notify") if notifies && leases => "not with lease: leased units count as used before they are; expected no notify";
-        Error("notify") if notifies && warms_up => "not with warm_up: a cold bucket has few units left without any use; expected no notify";
         Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
         Warning("cost") if quota.cost.min_units() == 0 => "requests with cost 0 are never limited";
         Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";
@@ -120,5 +113,26 @@ fn report_foreign_key_part(reader: &TableReader<'_>, kind: PolicyKind, quota: &Q
             Error("key") if for_descriptors => "a call of the rate-limit service has no {part}; expected descriptor:NAME, descriptor or const:TEXT";
             Error("key") if !for_descriptors => "a request has no {part}; expected domain or descriptors in match";
         }
+    }
+}
+
+/// Reports options beside `notify` with which a decision does not see the usage of the key.
+fn report_unknown_usage(reader: &TableReader<'_>, quota: &Quota) {
+    if quota.notify.is_empty() {
+        return;
+    }
+    let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
+    report! { reader;
+        Error("notify") if has_only_slots => "algorithm = \"concurrency\" has no period; expected another limit too, or no notify";
+        Error("notify") if quota.shards > 1 => "not with shards: a decision sees the usage of one shard; expected no notify";
+        Error("notify") if reader.contains_key("lease") => "not with lease: leased units count as used before they are; expected no notify";
+        Error("notify") if quota.all_limits().any(has_warm_up) => "not with warm_up: a cold bucket has few units left without any use; expected no notify";
+    }
+}
+
+fn has_warm_up(named: &NamedLimit) -> bool {
+    match named.limit.algorithm {
+        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
+        _ => false,
     }
 }
