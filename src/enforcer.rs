@@ -9,6 +9,7 @@ mod decisions;
 mod dry_run;
 mod estimated_charge;
 mod explain;
+mod notifications;
 mod own_limits;
 mod plan_verdict;
 mod planned_policy;
@@ -31,6 +32,7 @@ pub use verdict::{
 };
 
 use charge_plan::ChargePlan;
+use notifications::SentNotifications;
 
 use crate::limiter::{Decision, Key, PolicyCharges};
 use crate::policy::Facts;
@@ -48,6 +50,7 @@ pub struct Enforcer {
     metrics: Arc<WorkerMetrics>,
     settlements: Arc<SettlementQueue>,
     slots: Arc<ConcurrencySlots>,
+    sent_notifications: Arc<SentNotifications>,
 }
 
 /// The decision about a plan, by the store or without it.
@@ -66,6 +69,7 @@ impl Enforcer {
             active_policies,
             settlements: SettlementQueue::new(store.clone(), Arc::clone(&metrics)),
             slots: ConcurrencySlots::new(store.clone()),
+            sent_notifications: Arc::default(),
             store,
             metrics,
         }
@@ -140,6 +144,8 @@ impl Enforcer {
             let own = &planned_policy.own;
             record_decision(own.policy_index, Some(&own.key), decided);
         });
+        // The share of an instance says nothing about the usage of a key.
+        let is_usage_known = !is_degraded;
         let is_degraded = is_degraded && plan.has_enforced_shared_policy();
         let mut verdict = match &decision {
             Some(decision) => plan.build_verdict(decision),
@@ -152,6 +158,13 @@ impl Enforcer {
         }
         verdict.is_degraded = is_degraded;
         self.complete_verdict(&mut verdict, source, arrived);
+        if is_usage_known
+            && plan.has_thresholds()
+            && let Some(decision) = &decision
+        {
+            // Boxed so that other requests need no space for this future.
+            verdict.reached_thresholds = Box::pin(self.notify_thresholds(plan, decision)).await;
+        }
         verdict
     }
 

@@ -30,6 +30,7 @@ mod regex_spelling;
 mod request_body;
 mod self_service;
 mod table;
+mod threshold;
 mod value_checks;
 mod value_hasher;
 mod value_pattern;
@@ -65,6 +66,7 @@ pub use self_service::{ClientQuota, ClientQuotas};
 pub use table::{
     MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,
 };
+pub use threshold::Threshold;
 pub use value_checks::{HeaderValueError, KeyError, ValueChecks};
 pub use value_hasher::{ValueDigests, ValueHasher};
 pub use value_pattern::{ValuePattern, canonicalize_descriptor_value, canonicalize_part_value};

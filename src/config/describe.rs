@@ -100,6 +100,10 @@ fn describe_quota(quota: &Quota, policy: &Policy) -> Vec<String> {
     if quota.count_rejected {
         add("rejected requests count".to_owned());
     }
+    if !quota.notify.is_empty() {
+        let thresholds = join(quota.notify.iter().map(ToString::to_string), ", ");
+        add(format!("notifies once a period at {thresholds} of a limit"));
+    }
     if let Some(lease) = quota.lease {
         let ttl = format_duration(Duration::from_micros(lease.ttl_us));
         add(match lease.size {

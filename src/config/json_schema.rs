@@ -121,6 +121,13 @@ impl SchemaTables {
                     { "type": "string", "pattern": "^[1-5](xx|[0-9][0-9])$" },
                 ] },
             }),
+            ValueKind::ThresholdList => json!({
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 4,
+                "uniqueItems": true,
+                "items": { "type": "number", "exclusiveMinimum": 0, "maximum": 1 },
+            }),
             ValueKind::Table(table) => self.refer_to_table(table, path),
             ValueKind::TableList(table) => {
                 json!({ "type": "array", "items": self.refer_to_table(table, path) })

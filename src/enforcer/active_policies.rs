@@ -71,6 +71,7 @@ impl PolicySnapshot {
     fn new(table: &Arc<PolicyTable>, metrics: &Metrics) -> Self {
         let counters = metrics
             .get_or_create_policy_counters(table.policies().iter().map(|policy| &*policy.name));
+        declare_notifications(table, metrics);
         let table = Arc::clone(table);
         Self { table, counters }
     }
@@ -98,6 +99,23 @@ impl PolicySnapshot {
             rejections.record_path_rejection(policy, place);
             if let Some(key) = key {
                 rejections.record_key_rejection(policy, key.id(), || key.to_readable_string());
+            }
+        }
+    }
+}
+
+/// Makes the counters of all thresholds appear in the metrics.
+fn declare_notifications(table: &PolicyTable, metrics: &Metrics) {
+    for policy in table.policies() {
+        let Some(quota) = policy.quota() else {
+            continue;
+        };
+        for threshold in &quota.notify {
+            let threshold = threshold.to_string();
+            let limits = quota.all_limits();
+            for named in limits.filter(|named| !named.limit.algorithm.counts_slots()) {
+                let labels = [&*policy.name, &named.name, &threshold];
+                metrics.notifications.add(labels, 0);
             }
         }
     }

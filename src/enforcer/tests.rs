@@ -75,6 +75,7 @@ fn make_policy_by_user(name: &str, requests: u64) -> Policy {
             block: None,
             overrides: LimitOverrides::default(),
             is_dynamic: false,
+            notify: Box::default(),
         })),
         mode: PolicyMode::Enforce,
         is_reported: true,
@@ -90,6 +91,8 @@ fn quota_mut(policy: &mut Policy) -> &mut Quota {
         _ => panic!("not a limit"),
     }
 }
+
+mod notifications;
 
 struct EnforcerFixture {
     enforcer: Enforcer,

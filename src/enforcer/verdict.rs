@@ -2,7 +2,7 @@
 
 use super::EstimatedCharge;
 use crate::limiter::{Key, Limit, LimitStatus, OverrideInEffect, Refusal};
-use crate::policy::{KeyError, NamedLimit, Policy, PolicyMode, RejectResponse};
+use crate::policy::{KeyError, NamedLimit, Policy, PolicyMode, RejectResponse, Threshold};
 use crate::store::{ConcurrencySlotGuard, DecisionSource};
 use smallvec::SmallVec;
 use std::cmp::Reverse;
@@ -33,6 +33,8 @@ pub struct Verdict<'t> {
     pub estimated_charges: Vec<EstimatedCharge>,
     /// Policies that would have rejected the request if they were enforced.
     pub unenforced_rejections: UnenforcedRejections<'t>,
+    /// Thresholds that the request is the first to reach (`notify`), and that may be reported.
+    pub reached_thresholds: Vec<(&'t NamedLimit, Threshold)>,
 }
 
 /// The policies that would have rejected a request, in their order.

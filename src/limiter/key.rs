@@ -65,6 +65,9 @@ const SOURCES_DIGEST_TAG: u8 = 5;
 const SOURCE_LABEL_TAG: u8 = 6;
 /// Precedes the policy name of a key of [`CounterScope::Instance`].
 const INSTANCE_TAG: u8 = 7;
+/// The first byte of a notification key. The hash of what is notified follows.
+const NOTIFICATION_TAG: u8 = 8;
+const NOTIFICATION_HASH_BYTES: usize = 16;
 
 /// Length of a [`KeyBuilder::push_sources`] digest.
 pub const SOURCES_BYTES: usize = 4;
@@ -185,10 +188,29 @@ impl Key {
         }
     }
 
-    /// The framed name and values without the tag of a response counter.
+    /// The key of a counter that admits one notification about the quota. `subject` states what is
+    /// notified.
+    #[must_use]
+    pub fn to_notification_key(&self, subject: &str) -> Self {
+        let mut encoded_values = SmallVec::from_slice(&[NOTIFICATION_TAG]);
+        encoded_values.extend_from_slice(&hash_values(subject.as_bytes()).to_be_bytes());
+        encoded_values.extend_from_slice(&self.encoded_values);
+        Self {
+            id: hash_values(&encoded_values),
+            encoded_values,
+        }
+    }
+
+    /// Whether this is a notification key.
+    pub fn is_notification_key(&self) -> bool {
+        self.encoded_values.first() == Some(&NOTIFICATION_TAG)
+    }
+
+    /// The framed name and values without the tag of a response counter or a notification.
     fn quota_values(&self) -> &[u8] {
         match self.encoded_values.split_first() {
             Some((&COUNTED_TAG, values)) => values,
+            Some((&NOTIFICATION_TAG, rest)) => split_front(rest, NOTIFICATION_HASH_BYTES).1,
             _ => &self.encoded_values,
         }
     }
@@ -217,10 +239,7 @@ impl Key {
 
     /// Whether the counters are in the memory of this process, whatever the store is.
     pub fn is_instance_scoped(&self) -> bool {
-        matches!(
-            *self.encoded_values,
-            [INSTANCE_TAG, ..] | [COUNTED_TAG, INSTANCE_TAG, ..]
-        )
+        self.quota_values().first() == Some(&INSTANCE_TAG)
     }
 
     /// The policy's name, framed, with its scope.
@@ -329,6 +348,13 @@ impl Key {
                 .map_or(0, |start| u64::from_be_bytes(*start))
         };
         parts.enumerate().map(id).collect()
+    }
+
+    /// [`Key::value_ids`] as log lines have them.
+    pub fn format_value_ids(&self) -> String {
+        let ids = self.value_ids();
+        let ids: Vec<String> = ids.iter().map(|id| format!("{id:016x}")).collect();
+        ids.join(",")
     }
 
     /// The policy's name.
@@ -535,9 +561,18 @@ mod tests {
         );
         for key in [shared, instance] {
             assert_eq!((key.policy_name(), &*key.to_string()), ("p", "p/x"));
-            let counted = key.to_response_counter_key();
-            assert_eq!(counted.is_instance_scoped(), key.is_instance_scoped());
-            assert_eq!(counted.to_string(), key.to_string());
+            let derived = [
+                key.to_response_counter_key(),
+                key.to_notification_key("p@0.8"),
+            ];
+            for derived in derived {
+                assert_eq!(derived.is_instance_scoped(), key.is_instance_scoped());
+                assert_eq!(derived.to_string(), key.to_string());
+                assert_eq!(derived.encoded_policy_name(), key.encoded_policy_name());
+                assert_ne!(derived.id(), key.id());
+                let restored = Key::from_encoded_values(derived.encoded_values());
+                assert_eq!(restored, derived);
+            }
         }
     }
 

@@ -4,7 +4,8 @@ use super::json_pointer::parse_whole_number;
 use super::value_pattern::ValuePattern;
 use super::{
     ActualCost, AmountSource, CostSource, Descriptor, Facts, KeyContext, KeyError, KeyPart,
-    KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, ValueDigests, client, path,
+    KeyTemplate, KeyValues, MissingKeyAction, NamedLimit, PolicyMode, Threshold, ValueDigests,
+    client, path,
 };
 use crate::limiter::{
     Algorithm, CounterScope, Key, LeaseTerms, Limit, ListedValue, OverrideInEffect,
@@ -38,6 +39,8 @@ pub struct Quota {
     pub overrides: LimitOverrides,
     /// Whether overrides of single keys in the store apply (`dynamic`).
     pub is_dynamic: bool,
+    /// Usage that is notified, ascending.
+    pub notify: Box<[Threshold]>,
 }
 
 impl Quota {

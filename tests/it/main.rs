@@ -88,6 +88,7 @@ mod memory_budget;
 mod memory_store;
 mod migration;
 mod migration_products;
+mod notifications;
 mod operator_answers;
 mod otlp_metrics;
 mod override_patterns;

@@ -232,7 +232,7 @@ async fn the_operations_page_lists_exactly_the_exported_metrics() {
     let in_redis = start_full_proxy(&redis, &authority, &upstream).await;
     let config = format!(
         "[client.jwt]\nkeys_url = 'http://127.0.0.1:9/keys'\n{EXPORTS}
-        [[policy]]\nname = 'users'\nkey = ['jwt:sub']\nlimit = {{ requests = 1, per = '1h' }}\n"
+        [[policy]]\nname = 'users'\nkey = ['jwt:sub']\nlimit = {{ requests = 1, per = '1h' }}\nnotify = [1.0]\n"
     );
     let in_memory = Proxy::start(&config, upstream.address).await;
     assert_eq!(in_memory.get("/").await.status, 200);

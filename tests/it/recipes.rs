@@ -12,7 +12,7 @@ use tokio::net::TcpSocket;
 const PAGE: &str = "docs/RECIPES.md";
 
 /// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 26] = [
+const TESTED_RECIPES: [&str; 27] = [
     "Per API key",
     "Per user of a JWT",
     "Alternatives in a key",
@@ -22,6 +22,7 @@ const TESTED_RECIPES: [&str; 26] = [
     "A limit that clients do not see",
     "Plans: free, pro, partner",
     "Requests per month",
+    "Warn at 80 %",
     "Concurrency per pod and a rate for all pods",
     "One quota for several policies",
     "Limits for single customers",
@@ -211,6 +212,24 @@ async fn requests_per_month() {
     }
     let without = proxy.get("/api/x").await;
     assert_eq!(without.status, 400);
+}
+
+/// `tests/it/notifications.rs` has Redis and several instances.
+#[tokio::test]
+async fn warn_at_80_percent() {
+    let run = RecipeRun::start("Warn at 80 %").await;
+    let mut notified = Vec::new();
+    for nth in 1..=6 {
+        let reply = run
+            .proxy
+            .get_with("/api/x", "X-Api-Key", "key-of-zoe")
+            .await;
+        let field = reply.header("x-tidegate-notify").map(str::to_owned);
+        notified.extend(field.map(|field| (nth, field)));
+    }
+    let expected = [(4, "0.8"), (5, "1.0")];
+    let expected = expected.map(|(nth, at)| (nth, format!("\"plan\";threshold={at}")));
+    assert_eq!(notified, expected);
 }
 
 #[tokio::test]

@@ -34,6 +34,7 @@ pub(super) fn report_conflicts(
     quota: &Quota,
 ) {
     report_foreign_key_part(reader, kind, quota);
+    report_unknown_usage(reader, quota);
     let first_set = |one, other| if reader.contains_key(one) { one } else { other };
     let (limits, cost) = (
         first_set("limits", "limit"),
@@ -58,10 +59,7 @@ pub(super) fn report_conflicts(
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
     let is_requested = has_limit(|one| one.amount.is_some());
     let delays = has_limit(|one| one.limit.algorithm.is_queue());
-    let warms_up = has_limit(|one| match one.limit.algorithm {
-        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
-        _ => false,
-    });
+    let warms_up = has_limit(has_warm_up);
     let modes = || std::iter::once(kind.mode).chain(quota.overrides.modes());
     // `count_rejected` of an instance is exact only if all keys are enforced.
     let watching = modes()
@@ -124,5 +122,26 @@ fn report_foreign_key_part(reader: &TableReader<'_>, kind: PolicyKind, quota: &Q
             Error("key") if for_descriptors => "a call of the rate-limit service has no {part}; expected descriptor:NAME, descriptor or const:TEXT";
             Error("key") if !for_descriptors => "a request has no {part}; expected domain or descriptors in match";
         }
+    }
+}
+
+/// Reports options beside `notify` with which a decision does not see the usage of the key.
+fn report_unknown_usage(reader: &TableReader<'_>, quota: &Quota) {
+    if quota.notify.is_empty() {
+        return;
+    }
+    let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
+    report! { reader;
+        Error("notify") if has_only_slots => "algorithm = \"concurrency\" has no period; expected another limit too, or no notify";
+        Error("notify") if quota.shards > 1 => "not with shards: a decision sees the usage of one shard; expected no notify";
+        Error("notify") if reader.contains_key("lease") => "not with lease: leased units count as used before they are; expected no notify";
+        Error("notify") if quota.all_limits().any(has_warm_up) => "not with warm_up: a cold bucket has few units left without any use; expected no notify";
+    }
+}
+
+fn has_warm_up(named: &NamedLimit) -> bool {
+    match named.limit.algorithm {
+        Algorithm::TokenBucket { warm_up_us, .. } => warm_up_us > 0,
+        _ => false,
     }
 }

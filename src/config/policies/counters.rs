@@ -133,6 +133,7 @@ fn find_difference(
         quota.shards == other_quota.shards => "shards";
         quota.lease == other_quota.lease => "lease";
         quota.count_rejected == other_quota.count_rejected => "count_rejected";
+        quota.notify == other_quota.notify => "notify; the first crossing is that of all of them";
         quota.block == other_quota.block => "block_for; a block holds for all of them";
         counted_statuses(quota) == counted_statuses(other_quota) => "count_when; the response settles it";
         has_same_overrides => "[[policy.override]] keys, actions and modes, in the same order";

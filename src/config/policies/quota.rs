@@ -6,10 +6,14 @@ use super::cost::{build_cost, reject_cost_above_cold_capacity, warn_if_cost_exce
 use super::limits::build_limits;
 use super::match_conditions::NO_TRUSTED_TOKENS_ERROR;
 use super::overrides::build_overrides;
-use crate::config::table_reader::{TableReader, report};
+use crate::config::schema::ValueKind;
+use crate::config::schema_value::SchemaValue;
+use crate::config::table_reader::{ConfigValue, TableReader, report};
 use crate::config::values::{format_duration, parse_name, to_micros};
 use crate::limiter::{Algorithm, LeaseTerms, Limit};
-use crate::policy::{CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, Quota};
+use crate::policy::{
+    CostSource, KeyComponent, KeyPart, KeyTemplate, LimitOverrides, Quota, Threshold,
+};
 use std::time::Duration;
 
 /// Builds the quota of a policy with action `limit`.
@@ -54,6 +58,7 @@ pub(super) fn build_quota(
         key,
         overrides,
         is_dynamic,
+        notify: read_thresholds(reader).into_boxed_slice(),
     };
     report_conflicts(reader, context, kind, &quota);
     reject_cost_above_cold_capacity(reader, &quota);
@@ -90,6 +95,31 @@ fn parse_key_component(text: &str, context: &PolicyContext) -> Result<KeyCompone
         Ok(component)
     }
 }
+
+/// Reads the key `notify`. Leaves out invalid items.
+fn read_thresholds(reader: &TableReader<'_>) -> Vec<Threshold> {
+    let parse = |item: ConfigValue<'_>| {
+        let fraction = f64::from_content(&ValueKind::Fraction, &item.value.content);
+        let threshold = fraction.and_then(Threshold::from_fraction);
+        threshold.or_else(|| {
+            item.report_error("expected a number above 0, at most 1, with up to three decimals")
+        })
+    };
+    let items = reader.get_items("notify");
+    let count = items.len();
+    let thresholds: Vec<Threshold> = items.into_iter().filter_map(parse).collect();
+    let is_list = reader
+        .get("notify")
+        .is_some_and(|item| item.value.as_list().is_some());
+    report! { reader;
+        Error("notify") if is_list && !(1..=MAX_THRESHOLDS).contains(&count) => "expected 1 to {MAX_THRESHOLDS} numbers";
+        Error("notify") if !thresholds.is_sorted_by(|one, next| one < next) => "expected ascending numbers, each once";
+    }
+    thresholds
+}
+
+/// Thresholds of a policy. Each is a label value of a metric.
+const MAX_THRESHOLDS: usize = 4;
 
 /// Default lease TTL, unless half of the policy's shortest period is less.
 const DEFAULT_TTL_US: u64 = 100_000;

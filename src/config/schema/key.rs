@@ -86,6 +86,8 @@ pub(crate) enum ValueKind {
     TextList(&'static str),
     /// A list of statuses: integers, or classes such as `"4xx"`.
     StatusList,
+    /// A list of ascending fractions, each above 0 and at most 1.
+    ThresholdList,
     Table(&'static [SchemaKey]),
     TableList(&'static [SchemaKey]),
     /// A table with user-defined keys.
@@ -318,6 +320,9 @@ impl fmt::Display for ValueKind {
             ),
             TextList(description) => write!(f, "a list of {description}"),
             ValueKind::StatusList => f.write_str("a list of statuses such as 401 or \"4xx\""),
+            ValueKind::ThresholdList => f.write_str(
+                "1 to 4 ascending numbers above 0, at most 1, with up to three decimals, such as [0.8, 1.0]",
+            ),
             Table(_) => f.write_str("a table"),
             TableList(_) => f.write_str("a list of tables"),
         }

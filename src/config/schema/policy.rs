@@ -79,6 +79,12 @@ schema_table! {
         /// costs may differ; count_when may not. If several match a request, only the strictest
         /// charges it, at the highest cost. Not with dynamic.
         counter: NAME, of_quota;
+        /// Soft thresholds: the first request by which a key reaches such a share of a limit in a
+        /// period, or by which the limit rejects (1.0), is logged, counted in
+        /// tidegate_policy_notifications_total, and its response has X-Tidegate-Notify. Once for
+        /// all instances; with other algorithms than fixed_window at most once per period. Not
+        /// with lease, shards, warm_up or only concurrency. None while the store is unreachable.
+        notify: ValueKind::ThresholdList, of_quota;
         /// As in [defaults]. A request whose body can't be read lacks the body's values. With
         /// match.body: "shared" limits it too, "skip" does not, "reject" rejects it.
         missing_key: MISSING_KEY, of_quota;

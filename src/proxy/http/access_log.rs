@@ -256,7 +256,7 @@ impl AccessLog {
             marked = join_policy_names(unenforced_in(PolicyMode::Mark)),
             limit = tightest.map(|limit| &*limit.limit.name),
             key = tightest.map(|limit| format!("{:032x}", limit.key_id)),
-            key_parts = key.map(format_value_ids),
+            key_parts = key.map(Key::format_value_ids),
             "override" = by_override,
             stated,
             remaining = tightest.map(|limit| limit.status.remaining),
@@ -287,13 +287,6 @@ pub(crate) fn classify_verdict(verdict: &Verdict<'_>) -> RequestDecision {
 fn join_policy_names<'a>(names: impl Iterator<Item = &'a str>) -> Option<String> {
     let names: Vec<&str> = names.collect();
     (!names.is_empty()).then(|| names.join(","))
-}
-
-/// The hash of each value of a key, in order.
-fn format_value_ids(key: &Key) -> String {
-    let ids = key.value_ids();
-    let ids: Vec<String> = ids.iter().map(|id| format!("{id:016x}")).collect();
-    ids.join(",")
 }
 
 /// What an override of the key decided (`blocked`, or its requests and burst, such as `5` or

@@ -22,6 +22,9 @@ pub(crate) fn write_headers(
     settings: RateLimitHeaderSettings,
     headers: &mut HeaderMap,
 ) {
+    if !verdict.reached_thresholds.is_empty() {
+        write_notify_header(verdict, headers);
+    }
     if !verdict.limits.iter().any(|limit| limit.limit.is_reported) {
         return;
     }
@@ -140,6 +143,21 @@ fn push_structured_string(out: &mut Vec<u8>, text: &str) {
         }
     }
     out.push(b'"');
+}
+
+static NOTIFY: HeaderName = HeaderName::from_static("x-tidegate-notify");
+
+/// Lists the thresholds that the request is the first to reach, such as `"login";threshold=0.8`.
+fn write_notify_header(verdict: &Verdict<'_>, headers: &mut HeaderMap) {
+    let mut text = Vec::new();
+    for (index, (named, threshold)) in verdict.reached_thresholds.iter().enumerate() {
+        push_item_name(&mut text, index, &named.name);
+        text.extend_from_slice(format!(";threshold={threshold}").as_bytes());
+    }
+    // The text contains printable ASCII only.
+    if let Ok(value) = HeaderValue::from_maybe_shared(Bytes::from(text)) {
+        append_to_list_header(headers, &NOTIFY, value);
+    }
 }
 
 static LEGACY_LIMIT: HeaderName = HeaderName::from_static("x-ratelimit-limit");

@@ -65,6 +65,17 @@ impl Metrics {
             }
         }
         drop(counters);
+        let help =
+            "First requests by which a key reached a threshold of a limit (notify) in a period.";
+        page.write_family(MetricKind::Counter, "tidegate_policy_notifications", help);
+        for ([policy, limit, threshold], count) in &self.notifications.counts() {
+            let labels = [
+                ("policy", &**policy),
+                ("limit", limit),
+                ("threshold", threshold),
+            ];
+            page.write_sample(&labels, SampleValue::Number(*count));
+        }
         page.write_family(
             MetricKind::Histogram,
             "tidegate_decision_seconds",

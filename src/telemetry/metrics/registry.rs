@@ -83,6 +83,8 @@ pub struct WorkerMetrics {
     pub unreported_costs: SingleWriterCounter,
     /// Responses that were ended because their key had nothing left.
     pub cut_offs: SingleWriterCounter,
+    /// Notified thresholds, of all workers.
+    pub notifications: Arc<NotificationCounters>,
     /// Present if metrics are exported by OTLP.
     http_server: Option<Arc<HttpServerMetrics>>,
 }
@@ -116,6 +118,7 @@ impl WorkerMetrics {
             lost_settlements: SingleWriterCounter::default(),
             unreported_costs: SingleWriterCounter::default(),
             cut_offs: SingleWriterCounter::default(),
+            notifications: Arc::default(),
             http_server: is_exported.then(Arc::default),
         }
     }
@@ -235,6 +238,23 @@ impl PolicyCounters {
     }
 }
 
+/// The notified thresholds by policy, limit and threshold. They are rare, so that the lock costs
+/// nothing. The labels come from the configuration; removed ones keep their counts.
+#[derive(Debug, Default)]
+pub struct NotificationCounters(Mutex<BTreeMap<[Box<str>; 3], u64>>);
+
+impl NotificationCounters {
+    /// Adds to a count. Adding 0 makes it appear in the metrics.
+    pub fn add(&self, labels: [&str; 3], count: u64) {
+        *self.0.lock().entry(labels.map(Into::into)).or_default() += count;
+    }
+
+    /// A copy of all counts.
+    pub fn counts(&self) -> BTreeMap<[Box<str>; 3], u64> {
+        self.0.lock().clone()
+    }
+}
+
 fn increment_counter_at(counters: &[SingleWriterCounter], index: usize) {
     if let Some(counter) = counters.get(index) {
         counter.add(1);
@@ -267,6 +287,8 @@ pub struct Metrics {
     pub(super) export_counts: Option<[AtomicU64; 2]>,
     /// The most rejected keys and paths.
     pub top_rejections: TopRejections,
+    /// Notified thresholds.
+    pub notifications: Arc<NotificationCounters>,
 }
 
 impl Metrics {
@@ -277,7 +299,11 @@ impl Metrics {
 
     /// As [`Metrics::new`]. `is_exported` adds the counters that only an export by OTLP has.
     pub fn with_export(workers: usize, labels: MetricLabels, is_exported: bool) -> Arc<Self> {
-        let new_worker = |index| WorkerMetrics::new(index, &labels, is_exported);
+        let notifications = Arc::<NotificationCounters>::default();
+        let new_worker = |index| WorkerMetrics {
+            notifications: Arc::clone(&notifications),
+            ..WorkerMetrics::new(index, &labels, is_exported)
+        };
         let worker_metrics: Box<[Arc<WorkerMetrics>]> = (0..workers)
             .map(|index| Arc::new(new_worker(index)))
             .collect();
@@ -290,6 +316,7 @@ impl Metrics {
             labels,
             export_counts: is_exported.then(Default::default),
             top_rejections,
+            notifications,
         })
     }
 

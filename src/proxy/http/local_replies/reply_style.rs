@@ -116,12 +116,13 @@ fn parse_qvalue(text: &str) -> Option<u16> {
 }
 
 /// The fields with the client's quota.
-const RATE_LIMIT_FIELDS: [&str; 5] = [
+const RATE_LIMIT_FIELDS: [&str; 6] = [
     "RateLimit",
     "RateLimit-Policy",
     "X-RateLimit-Limit",
     "X-RateLimit-Remaining",
     "X-RateLimit-Reset",
+    "X-Tidegate-Notify",
 ];
 
 /// Whether a browser script of the request's origin may read a local reply.

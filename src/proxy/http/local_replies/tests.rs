@@ -42,6 +42,7 @@ fn build_outcome_reply(outcome: RequestOutcome<'_>, style: ReplyStyle<'_>) -> Re
         delay: Duration::ZERO,
         is_degraded: false,
         unenforced_rejections: UnenforcedRejections::default(),
+        reached_thresholds: Vec::new(),
     };
     build_verdict_reply(&verdict, STANDARD_AND_LEGACY, style).unwrap()
 }
@@ -151,6 +152,7 @@ fn rejections_carry_rate_limit_headers() {
         source: None,
         delay: Duration::ZERO,
         unenforced_rejections: UnenforcedRejections::default(),
+        reached_thresholds: Vec::new(),
     };
     let response = build_verdict_reply(&verdict, STANDARD_AND_LEGACY, JSON_STYLE).unwrap();
     assert_eq!(header_or_empty(&response, "ratelimit"), "\"login\";r=0;t=1");

@@ -97,6 +97,7 @@ fn write_headers_for_outcome<'t>(
         delay: Duration::ZERO,
         is_degraded: false,
         unenforced_rejections: UnenforcedRejections::default(),
+        reached_thresholds: Vec::new(),
     };
     write_headers(&verdict, fields, &mut headers);
     headers

@@ -13,7 +13,8 @@ impl ScriptLibrary {
     /// The Redis key of a counter: `<prefix>:v1:{<hash>}:<algorithm>:<per in µs>[+<offset
     /// or buckets>][:<readable key>]`. For a fixed window, `@` instead of `+` names the format of
     /// the value; for a period of a calendar, `<per>+<offset>` is `<unit>+<time zone>`. A response
-    /// counter has `counted:` before the algorithm, and is not parsed as a counter.
+    /// counter has `counted:` before the algorithm, the counter of a notification `notified:`; both
+    /// are not parsed as counters.
     pub fn counter_key(&self, counter: CounterRef<'_>) -> String {
         let mut key = String::new();
         self.push_counter_key(&mut key, counter);
@@ -45,6 +46,8 @@ impl ScriptLibrary {
         let (algorithm, per_us) = counter.limit.counter_identity();
         let kind = if counter.key.is_response_counter_key() {
             "}:counted:"
+        } else if counter.key.is_notification_key() {
+            "}:notified:"
         } else {
             "}:"
         };
