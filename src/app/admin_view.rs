@@ -27,8 +27,7 @@ use crate::reload;
 use crate::store::redis::{self, MemberDescription, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
-    ConnectionCounts, LastReload, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage,
-    StoreStatus,
+    ConnectionCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage, StoreStatus,
 };
 use crate::telemetry::trace::Tracer;
 use parking_lot::Mutex;
@@ -155,12 +154,7 @@ impl AdminState for AdminViewState {
             spans: self.shared.tracer.as_ref().map(Tracer::span_counts),
             redis: redis.map(SharedRedisState::server_info),
             config_generation: reload.generation,
-            last_reload: LastReload {
-                at_s: reload.last_load_unix_s,
-                refused: reload.rejected_count,
-                errors: reload.last_error.clone(),
-                pending_restart: reload.pending_restart.clone(),
-            },
+            last_reload: reload.last.clone(),
             config_json: Arc::clone(&reload.effective_json),
             config_applied_at_s: reload.applied_at_unix_s,
             config_hash: reload.config_hash,
