@@ -112,7 +112,7 @@ pub type RedisPassword = SecretText;
 
 impl RedisSettings {
     /// The name of the master in the sentinels' configuration; `None` for other topologies.
-    pub(super) fn sentinel_master(&self) -> Option<&str> {
+    pub fn sentinel_master(&self) -> Option<&str> {
         match &self.topology {
             RedisTopology::Sentinel { master, .. } => Some(master),
             RedisTopology::Standalone | RedisTopology::Cluster => None,
