@@ -137,7 +137,7 @@ impl AdminState for AdminViewState {
             panics: self.load.panic_count(),
             store: StoreStatus {
                 kind: redis.map_or("memory", |_| "redis").into(),
-                address: redis.map_or_else(String::new, |redis| redis.settings().to_string()),
+                address: redis.map_or_else(String::new, |redis| redis.settings.to_string()),
                 up: redis.is_none_or(SharedRedisState::is_up),
                 breaker_open: redis.is_some_and(SharedRedisState::is_breaker_open),
                 outage: self.describe_outage(),

@@ -50,8 +50,8 @@ pub use member_list::{FleetMember, MemberDescription, MemberList};
 pub use script_batch::{CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
 pub use settings::{
-    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
-    RedisStreamFuture, RedisTopology, RedisTransport,
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStreamFuture,
+    RedisTopology, RedisTransport,
 };
 pub use shared_state::{SharedRedisState, instance_id};
 

@@ -1,9 +1,8 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{
-    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
-};
+use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings};
+use crate::http_client::ClientStream;
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
@@ -38,7 +37,7 @@ pub(super) async fn open_connection(
     credentials: &RedisCredentials,
     database: i64,
 ) -> Result<(MultiplexedConnection, AbortOnDropHandle<()>), RedisConnectionError> {
-    let stream: Box<dyn RedisStream> = match (&settings.dialer, address) {
+    let stream: Box<dyn ClientStream> = match (&settings.dialer, address) {
         (RedisDialer::Simulated(transport), _) => transport.connect(address).await?,
         (_, RedisAddress::Unix(path)) => Box::new(UnixStream::connect(path).await?),
         (_, RedisAddress::Tcp { host, port }) => {
