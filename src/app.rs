@@ -9,7 +9,6 @@ pub(crate) mod key_status;
 mod listener_set;
 pub(crate) mod override_store;
 pub(crate) mod overrides;
-mod policy_documents;
 mod shutdown;
 mod store_backend;
 
@@ -26,7 +25,7 @@ use crate::proxy::{
     RlsCallResult, ShutdownSignal, TlsHandshakeError, UPSTREAM_FAULTS, UpstreamClient,
     UpstreamErrorKind, UpstreamSharedState, UpstreamUrlError, start_blocking_thread,
 };
-use crate::reload::{ConfigReloader, CredentialPublisher};
+use crate::reload::{ConfigPublisher, ConfigReloader, CredentialPublisher};
 use crate::store::redis;
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{MetricLabels, Metrics, start_metric_export};
@@ -258,10 +257,7 @@ fn new_metrics(config: &Config) -> Arc<Metrics> {
 }
 
 /// Returns a function that applies the settings of a reloaded configuration that are not policies.
-fn new_reload_publisher(
-    shared: &Arc<SharedState>,
-    listeners: &ListenerSet,
-) -> Box<dyn Fn(&Config) + Send> {
+fn new_reload_publisher(shared: &Arc<SharedState>, listeners: &ListenerSet) -> ConfigPublisher {
     let (listeners, shared) = (listeners.clone(), Arc::clone(shared));
     Box::new(move |config: &Config| {
         shared.key_fetcher.attach_table(&config.policy_table);

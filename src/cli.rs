@@ -248,7 +248,7 @@ pub fn main() -> ExitCode {
         Ok(command_line) => {
             let as_json = command_line.shared.json;
             match run_command(command_line) {
-                Ok(output) => output.print(),
+                Ok(output) => output.print(as_json),
                 Err(error) => print_error(&error, as_json),
             }
         }
@@ -289,18 +289,16 @@ fn run_command(command_line: CommandLine) -> Result<CommandOutput, CommandError>
         CliCommand::Schema => config::json_schema().into(),
         CliCommand::Completions { shell, .. } => completions::generate_completions(shell).into(),
         CliCommand::Man(_) => completions::generate_manual()?.into(),
-        CliCommand::Doctor { strict } => doctor::run(&sources()?, CheckOptions { json, strict })?,
+        CliCommand::Doctor { strict } => doctor::run(&sources()?, strict)?,
         CliCommand::Health => health::run(&sources()?, json)?,
         CliCommand::Drain { timeout } => {
             drain::run(&sources()?, timeout.map(Duration::from_secs), json)?.into()
         }
-        CliCommand::Explain(request) => {
-            explain::explain_request(&sources()?, &request, json)?.into()
-        }
+        CliCommand::Explain(request) => explain::explain_request(&sources()?, &request, json)?,
         CliCommand::Replay(arguments) => replay::run_replay(&with_policies()?, &arguments)?.into(),
         CliCommand::Why(arguments) => why::run(&with_policies()?, &arguments)?.into(),
         CliCommand::Top(flags) => top::run(&sources()?, &flags)?.into(),
-        CliCommand::Keys(command) => keys::run(&sources()?, &command, json)?.into(),
-        CliCommand::Overrides(command) => overrides::run(&with_policies()?, &command, json)?.into(),
+        CliCommand::Keys(command) => keys::run(&sources()?, &command)?,
+        CliCommand::Overrides(command) => overrides::run(&with_policies()?, &command)?,
     })
 }

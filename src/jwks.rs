@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 use tokio::runtime::Handle;
@@ -38,8 +38,6 @@ const MAX_BACKOFF: Duration = Duration::from_secs(60);
 const FETCH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum size of a JWK set. Sets of large issuers have some ten KiB.
 const MAX_KEY_SET_BYTES: usize = 1 << 20;
-/// Maximum size of a cached JWK set.
-const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// The tasks that fetch keys: one per source. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -179,7 +177,8 @@ impl KeyRefresher {
         let Some(file) = self.cache_file.clone() else {
             return;
         };
-        let Some((text, fetched_unix_s)) = read_cache_file(file).await else {
+        let read = spawn_blocking(move || read_cache_file(&file)).await;
+        let Ok(Some((text, fetched_unix_s))) = read else {
             return;
         };
         let age = Duration::from_secs(clock::unix_time_s().saturating_sub(fetched_unix_s));
@@ -216,7 +215,8 @@ impl KeyRefresher {
                 self.next_fetch = Instant::now() + interval.mul_f64(0.9 + fastrand::f64() / 10.0);
                 self.stale_end = Some(Instant::now() + self.source.max_stale);
                 if let Some(file) = self.cache_file.clone() {
-                    write_cache_file(file, self.text.clone()).await;
+                    let text = self.text.clone();
+                    drop(spawn_blocking(move || write_cache_file(&file, &text)).await);
                 }
             }
             Err(error) => {
@@ -349,40 +349,35 @@ fn cache_file(source: &KeySource) -> Option<PathBuf> {
 
 /// Reads cached keys, and when they were stored, in seconds since the Unix epoch. A time in the
 /// future counts as now.
-async fn read_cache_file(path: PathBuf) -> Option<(String, u64)> {
-    let shown = path.clone();
-    let read = move || -> io::Result<_> {
-        let metadata = fs::metadata(&path)?;
-        if !metadata.is_file() || metadata.len() > MAX_FILE_BYTES {
+fn read_cache_file(path: &Path) -> Option<(String, u64)> {
+    let read = || -> io::Result<_> {
+        let metadata = fs::metadata(path)?;
+        if !metadata.is_file() || metadata.len() > MAX_KEY_SET_BYTES as u64 {
             return Err(io::Error::other("not a file of keys"));
         }
         let stored = metadata.modified()?.duration_since(UNIX_EPOCH);
         let stored_s = stored.map_or(0, |since| since.as_secs());
         Ok((
-            fs::read_to_string(&path)?,
+            fs::read_to_string(path)?,
             stored_s.min(clock::unix_time_s()),
         ))
     };
-    match spawn_blocking(read).await.ok()? {
+    match read() {
         Ok(loaded) => Some(loaded),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(error) => {
-            tracing::warn!(file = %shown.display(), %error, "cannot read cached token keys");
+            tracing::warn!(file = %path.display(), %error, "cannot read cached token keys");
             None
         }
     }
 }
 
 /// Writes keys. Instances may share the directory: the file is replaced as a whole.
-async fn write_cache_file(path: PathBuf, text: String) {
-    let shown = path.clone();
-    let write = move || -> io::Result<()> {
-        let new = path.with_extension(format!("{}.tmp", fastrand::u32(..)));
-        let written = fs::write(&new, text).and_then(|()| fs::rename(&new, &path));
-        written.inspect_err(|_| drop(fs::remove_file(&new)))
-    };
-    if let Ok(Err(error)) = spawn_blocking(write).await {
-        tracing::warn!(file = %shown.display(), %error, "cannot store token keys");
+fn write_cache_file(path: &Path, text: &str) {
+    let new = path.with_extension(format!("{}.tmp", fastrand::u32(..)));
+    if let Err(error) = fs::write(&new, text).and_then(|()| fs::rename(&new, path)) {
+        drop(fs::remove_file(&new));
+        tracing::warn!(file = %path.display(), %error, "cannot store token keys");
     }
 }
 

@@ -14,7 +14,7 @@ pub mod limiter;
 pub mod listen;
 pub mod policy;
 pub mod proxy;
-pub mod reload;
+mod reload;
 pub mod replay;
 pub mod store;
 pub mod telemetry;

@@ -12,6 +12,7 @@ use crate::config::{
 use crate::enforcer::ActivePolicies;
 use crate::policy::Policy;
 use crate::proxy::describe_spawn_error;
+use crate::telemetry::metrics::LastReload;
 use parking_lot::Mutex;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -19,7 +20,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
-use std::{fmt, io, thread};
+use std::{io, thread};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinHandle, spawn_local};
 use tokio::time::Instant;
@@ -33,35 +34,28 @@ const STACK_BYTES: usize = 2 << 20;
 
 /// Reload status, as the admin API reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ReloadStatus {
+pub(crate) struct ReloadStatus {
     /// Number of configurations applied, including the one at start.
-    pub generation: u64,
-    /// Number of configurations rejected.
-    pub rejected_count: u64,
-    /// Time of the last load, applied or rejected, in seconds since the Unix epoch.
-    pub last_load_unix_s: u64,
-    /// Errors of the newest files, one per line. Empty if they are in effect.
-    pub last_error: Vec<String>,
+    pub(crate) generation: u64,
+    pub(crate) last: LastReload,
     /// Warnings of the configuration in effect, one line each.
-    pub warnings: Vec<String>,
-    /// Keys of settings that were changed since the start and take effect only after a restart.
-    pub pending_restart: Vec<String>,
+    pub(crate) warnings: Vec<String>,
     /// The effective configuration as JSON.
-    pub effective_json: Arc<str>,
+    pub(crate) effective_json: Arc<str>,
     /// Time when it was applied, in seconds since the Unix epoch.
-    pub applied_at_unix_s: u64,
+    pub(crate) applied_at_unix_s: u64,
     /// [`Config::shared_settings_hash`] of the effective configuration.
-    pub config_hash: u64,
+    pub(crate) config_hash: u64,
 }
 
 /// Applies the reloadable settings beside the policies, such as certificates.
-pub type ConfigPublisher = Box<dyn Fn(&Config) + Send>;
+pub(crate) type ConfigPublisher = Box<dyn Fn(&Config) + Send>;
 
 /// Applies credentials whose files have changed.
-pub type CredentialPublisher = Box<dyn Fn(&Credentials) + Send>;
+pub(crate) type CredentialPublisher = Box<dyn Fn(&Credentials) + Send>;
 
 /// Polls the configuration files and applies new configurations.
-pub struct ConfigReloader {
+pub(crate) struct ConfigReloader {
     sources: ConfigSources,
     /// The settings that this process keeps until it ends.
     restart_only: RestartOnlySettings,
@@ -82,19 +76,10 @@ pub struct ConfigReloader {
 /// Hash of the names and contents of all files. An unreadable file has a hash too.
 type FilesFingerprint = [u8; 32];
 
-impl fmt::Debug for ConfigReloader {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ConfigReloader")
-            .field("files", &self.files)
-            .field("status", &self.status)
-            .finish_non_exhaustive()
-    }
-}
-
 impl ConfigReloader {
     /// Creates a reloader. `config` was loaded from `sources` at start. New policy tables are
     /// published to `active_policies`, other settings and credentials to the two publishers.
-    pub fn new(
+    pub(crate) fn new(
         sources: ConfigSources,
         config: &Config,
         active_policies: ActivePolicies,
@@ -122,7 +107,7 @@ impl ConfigReloader {
     }
 
     /// The shared reload status.
-    pub fn status(&self) -> Arc<Mutex<ReloadStatus>> {
+    pub(crate) fn status(&self) -> Arc<Mutex<ReloadStatus>> {
         Arc::clone(&self.status)
     }
 
@@ -132,7 +117,10 @@ impl ConfigReloader {
     ///
     /// # Errors
     /// Fails if the system has no more threads.
-    pub fn start(self, after_check: impl FnMut() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    pub(crate) fn start(
+        self,
+        after_check: impl FnMut() + Send + 'static,
+    ) -> io::Result<JoinHandle<()>> {
         // Requests before the next check need only that one.
         let (check_request, check_requests) = mpsc::sync_channel(1);
         thread::Builder::new()
@@ -265,7 +253,7 @@ impl ConfigReloader {
         let (generation, pending_restart) = {
             let mut status = self.status.lock();
             status.record_applied(&config, &self.restart_only);
-            (status.generation, status.pending_restart.clone())
+            (status.generation, status.last.pending_restart.clone())
         };
         tracing::info!(
             generation,
@@ -288,9 +276,9 @@ impl ConfigReloader {
             .collect();
         {
             let mut status = self.status.lock();
-            status.rejected_count += 1;
-            status.last_load_unix_s = clock::unix_time_s();
-            status.last_error.clone_from(&lines);
+            status.last.refused += 1;
+            status.last.at_s = clock::unix_time_s();
+            status.last.errors.clone_from(&lines);
         }
         tracing::error!(
             errors = lines.len(),
@@ -306,12 +294,12 @@ impl ReloadStatus {
     /// Records that `config` was applied. Settings in `restart_only` keep their running values.
     fn record_applied(&mut self, config: &Config, restart_only: &RestartOnlySettings) {
         self.generation += 1;
-        self.last_error.clear();
+        self.last.errors.clear();
         self.warnings = config.warning_lines();
-        self.pending_restart = restart_only.changed_keys(config);
+        self.last.pending_restart = restart_only.changed_keys(config);
         self.effective_json = config.effective_json(restart_only).into();
         self.applied_at_unix_s = clock::unix_time_s();
-        self.last_load_unix_s = self.applied_at_unix_s;
+        self.last.at_s = self.applied_at_unix_s;
         self.config_hash = config.shared_settings_hash(restart_only);
     }
 }

@@ -21,7 +21,7 @@ pub use report::ReplayReport;
 use crate::policy::PolicyTable;
 use http::HeaderName;
 use log_merge::{LogReport, LogSource};
-use missing_fields::{FieldCoverage, MissingFieldCheck};
+use missing_fields::FieldCoverage;
 use parsers::RequiredHeaders;
 use serde::Serializer;
 use simulator::PolicySimulator;
@@ -62,18 +62,17 @@ pub fn replay_logs(
         .iter()
         .flat_map(|(_, table)| table.referenced_headers());
     let required_headers = RequiredHeaders::new(names, &settings.header_fields);
-    let coverage = find_fields_of_keys(settings, sets, &required_headers)?;
+    let coverage = find_fields_of_keys(settings, sets, required_headers)?;
     let bytes_read = Rc::new(Cell::new(0));
     let paths = settings.logs.iter();
+    let required_headers = &coverage.required_headers;
     let sources =
-        paths.map(|path| open_log(path, settings, &required_headers, Rc::clone(&bytes_read)));
+        paths.map(|path| open_log(path, settings, required_headers, Rc::clone(&bytes_read)));
     let mut sources: Vec<LogSource> = sources.collect::<Result<_, _>>()?;
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
         .iter()
-        .map(|(name, table)| {
-            PolicySimulator::new(name, table, &required_headers, &coverage, with_suggestions)
-        })
+        .map(|(name, table)| PolicySimulator::new(name, table, &coverage, with_suggestions))
         .collect();
     let (mut refused_by_first_only, mut refused_by_second_only) = (0, 0);
     log_merge::merge_by_time(
@@ -90,7 +89,7 @@ pub fn replay_logs(
         },
         |requests| on_progress(bytes_read.get(), requests),
     );
-    check_requests_and_mapped_fields(settings, &sources, &simulators, &required_headers)?;
+    check_requests_and_mapped_fields(settings, &sources, &simulators)?;
     let simulators = simulators.into_iter();
     Ok(ReplayReport::new(
         sources.into_iter().map(LogSource::into_report).collect(),
@@ -107,12 +106,12 @@ pub fn replay_logs(
 fn find_fields_of_keys(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
-    required_headers: &RequiredHeaders,
+    required_headers: RequiredHeaders,
 ) -> Result<FieldCoverage, String> {
     let mut coverage = FieldCoverage::new(required_headers);
     let mut open: Vec<(&PolicyTable, usize)> = Vec::new();
     for (_, table) in sets {
-        let check = MissingFieldCheck::new(table, &coverage, required_headers);
+        let check = coverage.check(table);
         open.extend(check.policies_without_key().map(|policy| (*table, policy)));
     }
     let is_file = |path: &&PathBuf| std::fs::metadata(path).is_ok_and(|found| found.is_file());
@@ -120,12 +119,10 @@ fn find_fields_of_keys(
         if open.is_empty() {
             break;
         }
-        let mut log = open_log(path, settings, required_headers, Rc::default())?;
+        let mut log = open_log(path, settings, &coverage.required_headers, Rc::default())?;
         log.read_requests_until(|request| {
             coverage.record_request(request, false);
-            open.retain(|(table, policy)| {
-                MissingFieldCheck::new(table, &coverage, required_headers).lacks_key(*policy)
-            });
+            open.retain(|(table, policy)| coverage.check(table).lacks_key(*policy));
             open.is_empty()
         });
     }
@@ -137,7 +134,6 @@ fn check_requests_and_mapped_fields(
     settings: &Settings,
     sources: &[LogSource],
     simulators: &[PolicySimulator<'_>],
-    required_headers: &RequiredHeaders,
 ) -> Result<(), String> {
     if sources.iter().all(|source| source.report.requests == 0) {
         let errors = sources.iter().map(|source| {
@@ -152,10 +148,12 @@ fn check_requests_and_mapped_fields(
         });
         return Err(errors.collect());
     }
-    let coverage = simulators.first().map(|one| &one.report.field_coverage);
+    let Some(coverage) = simulators.first().map(|one| &one.report.field_coverage) else {
+        return Ok(());
+    };
     let errors = settings.header_fields.iter().filter_map(|(name, field)| {
-        let place = required_headers.names.iter().position(|known| known == name)?;
-        let count = coverage?.with_header.get(place)?;
+        let place = coverage.required_headers.names.iter().position(|known| known == name)?;
+        let count = coverage.with_header.get(place)?;
         (*count == 0).then(|| {
             format!(
                 "error: --header-from {name}={}: no request in the log has this field; text formats have remote_user, \

@@ -1,5 +1,6 @@
 //! Texts for people: truncated, wrapped, and safe for terminals.
 
+use indicatif::HumanCount;
 use std::error::Error;
 use std::fmt;
 use time::OffsetDateTime;
@@ -47,15 +48,7 @@ pub fn find_similar<W: AsRef<str>>(
 
 /// A number as `1,234,567`.
 pub fn format_count(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() * 4 / 3);
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
+    HumanCount(number).to_string()
 }
 
 /// A number of things, such as `1 line` and `1,234 lines`. `noun` is the singular.

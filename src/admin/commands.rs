@@ -4,7 +4,7 @@ use super::parameters::{self, BackendAndQuery, JsonObject, QueryParameters};
 use super::responses::{JsonResult, ProblemDetails, json_response};
 use super::{AdminBackend, AdminFuture, KeyQuery, LogLevelDocument};
 use crate::telemetry::{self, LogLevel};
-use axum::extract::{Path, RawQuery, State};
+use axum::extract::{Path, State};
 use axum::response::Response;
 use http::{Method, StatusCode};
 use serde::Serialize;
@@ -29,9 +29,8 @@ const MAX_LISTED_OVERRIDES: usize = 10_000;
 
 /// Without `key`, lists the overrides of the policy.
 pub(super) async fn read_overrides(
-    State(view): State<AdminBackend>,
+    BackendAndQuery(view, query): BackendAndQuery,
     Path(policy): Path<String>,
-    RawQuery(query): RawQuery,
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key", "n"])?;
     let limit = query.get_number("n", 1000, MAX_LISTED_OVERRIDES)?;
@@ -60,9 +59,8 @@ pub(super) async fn set_override(
 }
 
 pub(super) async fn remove_override(
-    State(view): State<AdminBackend>,
+    BackendAndQuery(view, query): BackendAndQuery,
     Path(policy): Path<String>,
-    RawQuery(query): RawQuery,
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["key"])?;
     let key = KeyQuery {

@@ -16,12 +16,11 @@ use super::{
 use crate::telemetry::top_rejections::RejectionDimension;
 use crate::text::SecretText;
 use axum::Extension;
-use axum::extract::{RawQuery, State};
 use futures_util::StreamExt as _;
 use futures_util::stream;
 use merge::{FleetSum, parse_summary};
 use parking_lot::Mutex;
-use peer_client::{MAX_SUMMARY_ENTRIES, PeerClient};
+use peer_client::{MAX_CONCURRENT_LOOKUPS, MAX_SUMMARY_ENTRIES, fetch_summary};
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -49,7 +48,8 @@ pub(super) struct FleetReader {
     token: ReloadableAdminToken,
     /// Only one view is built at a time.
     building: Arc<Semaphore>,
-    peers: PeerClient,
+    /// Bounds the name lookups for other instances.
+    lookup_permits: Arc<Semaphore>,
     /// The last view, and when it was built.
     last_view: Mutex<Option<(Instant, Arc<FleetDocument>)>>,
     /// The members of the last successful read, for an outage of the store.
@@ -61,7 +61,7 @@ impl FleetReader {
         Self {
             token,
             building: Arc::new(Semaphore::new(1)),
-            peers: PeerClient::new(),
+            lookup_permits: Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)),
             last_view: Mutex::default(),
             last_members: Mutex::default(),
         }
@@ -160,7 +160,7 @@ impl FleetReader {
         let credential = token
             .as_ref()
             .map(|token| derive_instance_credential(token, id));
-        let answer = self.peers.fetch_summary(address, credential.as_ref());
+        let answer = fetch_summary(&self.lookup_permits, address, credential.as_ref());
         let answer = timeout_at(deadline, answer).await;
         let late = |_elapsed| Err("it did not answer in time".to_owned());
         parse_summary(&answer.unwrap_or_else(late)?, id)
@@ -194,9 +194,8 @@ fn find_address(
 
 /// Returns the instances that share the limits, and their most rejected keys and paths together.
 pub(super) async fn get_fleet(
-    State(view): State<AdminBackend>,
+    BackendAndQuery(view, query): BackendAndQuery,
     Extension(reader): Extension<Arc<FleetReader>>,
-    RawQuery(query): RawQuery,
 ) -> JsonResult {
     let query = QueryParameters::parse(query.as_deref(), &["n"])?;
     let limit = query.get_number("n", DEFAULT_RANKING_ENTRIES, MAX_SUMMARY_ENTRIES)?;

@@ -37,13 +37,6 @@ const MAX_RANKING_ENTRIES: usize = 500;
 /// Seconds of history in an overview by default.
 const DEFAULT_HISTORY_SECONDS: usize = 120;
 
-pub(super) const OPENAPI_JSON: &str = include_str!("openapi.json");
-
-#[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn get_liveness() -> &'static str {
-    "ok\n"
-}
-
 /// Readiness fails only while the process starts or stops. Other problems are reported without
 /// failing it: taking every replica out of service would not bring the store back.
 #[allow(clippy::unused_async, reason = "a handler is async")]
@@ -101,11 +94,6 @@ pub(super) async fn get_config(BackendAndQuery(view, query): BackendAndQuery) ->
         }
     })
     .await
-}
-
-#[allow(clippy::unused_async, reason = "a handler is async")]
-pub(super) async fn get_openapi() -> Response {
-    ([(CONTENT_TYPE, "application/json")], OPENAPI_JSON).into_response()
 }
 
 /// Returns for each policy its description and its numbers of decisions: since the start, by minute

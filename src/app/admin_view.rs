@@ -1,13 +1,14 @@
 //! Connects the admin endpoint to the other modules.
 
 use super::SharedState;
-use super::key_status::{ResolvedKey, find_limiting_policy, resolve_key, resolve_override_key};
+use super::key_status::{
+    ResolvedKey, describe_policy, find_limiting_policy, resolve_key, resolve_override_key,
+};
 use super::listener_set::ListenerSet;
 use super::override_store::{OverrideChange, OverrideStore, sort_listing};
 use super::overrides::{
     OverrideInput, describe_stored_override, override_from_json, resolve_override,
 };
-use super::policy_documents::describe_policy;
 use super::shutdown::begin_drain;
 use super::store_backend::{StoreBackend, connect};
 use super::{doctor, explanation};
@@ -20,14 +21,13 @@ use crate::admin::{
 use crate::clock::{self, Clock};
 use crate::config::Config;
 use crate::listen::ListenAddress;
-use crate::policy::{OnStoreFailure, Policy};
+use crate::policy::{OnStoreFailure, Policy, PolicyTable};
 use crate::proxy::{ListenerKind, OpenConnections, ShutdownSignal};
 use crate::reload;
 use crate::store::redis::{self, MemberDescription, MemberList, RedisOutage, SharedRedisState};
 use crate::telemetry::history::TrafficHistory;
 use crate::telemetry::metrics::{
-    ConnectionCounts, LastReload, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage,
-    StoreStatus,
+    ConnectionCounts, MemoryStoreUsage, ProcessPhase, ProcessStatus, StoreOutage, StoreStatus,
 };
 use crate::telemetry::trace::Tracer;
 use parking_lot::Mutex;
@@ -66,22 +66,28 @@ pub(super) struct AdminViewState {
     pub(super) lookups: StoreLookups,
 }
 
+/// Selects the permits for a kind of lookups.
+type SelectPermits = fn(&StoreLookups) -> &Semaphore;
+
+const LISTINGS: SelectPermits = |own| &own.listings;
+const EXAMINATIONS: SelectPermits = |own| &own.examinations;
+const OTHERS: SelectPermits = |own| &own.others;
+
 /// Bounds concurrent store lookups. A listing takes long, so it must not delay a change.
 pub(super) struct StoreLookups {
     last_examination: Mutex<Option<(Instant, DoctorReport)>>,
-    listings: Arc<Semaphore>,
-    examinations: Arc<Semaphore>,
-    others: Arc<Semaphore>,
+    listings: Semaphore,
+    examinations: Semaphore,
+    others: Semaphore,
 }
 
 impl Default for StoreLookups {
     fn default() -> Self {
-        let permits = |count| Arc::new(Semaphore::new(count));
         Self {
             last_examination: Mutex::default(),
-            listings: permits(1),
-            examinations: permits(1),
-            others: permits(MAX_CONCURRENT_LOOKUPS),
+            listings: Semaphore::new(1),
+            examinations: Semaphore::new(1),
+            others: Semaphore::new(MAX_CONCURRENT_LOOKUPS),
         }
     }
 }
@@ -131,7 +137,7 @@ impl AdminState for AdminViewState {
             panics: self.load.panic_count(),
             store: StoreStatus {
                 kind: redis.map_or("memory", |_| "redis").into(),
-                address: redis.map_or_else(String::new, |redis| redis.settings().to_string()),
+                address: redis.map_or_else(String::new, |redis| redis.settings.to_string()),
                 up: redis.is_none_or(SharedRedisState::is_up),
                 breaker_open: redis.is_some_and(SharedRedisState::is_breaker_open),
                 outage: self.describe_outage(),
@@ -148,12 +154,7 @@ impl AdminState for AdminViewState {
             spans: self.shared.tracer.as_ref().map(Tracer::span_counts),
             redis: redis.map(SharedRedisState::server_info),
             config_generation: reload.generation,
-            last_reload: LastReload {
-                at_s: reload.last_load_unix_s,
-                refused: reload.rejected_count,
-                errors: reload.last_error.clone(),
-                pending_restart: reload.pending_restart.clone(),
-            },
+            last_reload: reload.last.clone(),
             config_json: Arc::clone(&reload.effective_json),
             config_applied_at_s: reload.applied_at_unix_s,
             config_hash: reload.config_hash,
@@ -222,8 +223,8 @@ impl AdminState for AdminViewState {
     }
 
     fn list_members(self: Arc<Self>) -> AdminFuture<FleetMembers> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let Some(redis) = self.shared.store_backend.redis() else {
+        self.look_up(OTHERS, async move |view, _| {
+            let Some(redis) = view.shared.store_backend.redis() else {
                 return Ok(FleetMembers::default());
             };
             let list = connect(redis).await?.list_members().await?;
@@ -232,23 +233,21 @@ impl AdminState for AdminViewState {
     }
 
     fn inspect_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let resolved_key = resolve_key(&snapshot.table, &query.policy, &query.values)?;
+        self.look_up(OTHERS, async move |view, table| {
+            let resolved_key = resolve_key(table, &query.policy, &query.values)?;
             Ok(KeyDocument {
-                counters: Some(self.redis_counter_keys(&resolved_key)),
-                ..resolved_key.inspect(&self.shared.store_backend).await?
+                counters: Some(view.redis_counter_keys(&resolved_key)),
+                ..resolved_key.inspect(&view.shared.store_backend).await?
             })
         })
     }
 
     fn reset_key(self: Arc<Self>, query: KeyQuery) -> AdminFuture<KeyResetDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let resolved_key = resolve_key(&snapshot.table, &query.policy, &query.values)?;
+        self.look_up(OTHERS, async move |view, table| {
+            let resolved_key = resolve_key(table, &query.policy, &query.values)?;
             let limit = query.limit.as_deref();
             let reset = resolved_key
-                .reset_counters(&self.shared.store_backend, limit)
+                .reset_counters(&view.shared.store_backend, limit)
                 .await?;
             // The log line omits the values of the key, because clients choose them.
             tracing::info!(
@@ -267,10 +266,9 @@ impl AdminState for AdminViewState {
         policy: String,
         limit: usize,
     ) -> AdminFuture<OverrideListDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.listings), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let store = OverrideStore::open(&self.shared.store_backend).await?;
-            find_limiting_policy(&snapshot.table, &policy)?;
+        self.look_up(LISTINGS, async move |view, table| {
+            let store = OverrideStore::open(&view.shared.store_backend).await?;
+            find_limiting_policy(table, &policy)?;
             let mut found = Vec::new();
             let visited = store.visit(|stored| {
                 if stored.key.policy_name() == policy {
@@ -293,10 +291,9 @@ impl AdminState for AdminViewState {
     }
 
     fn find_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideListDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let store = OverrideStore::open(&self.shared.store_backend).await?;
-            let key = resolve_override_key(&snapshot.table, &query.policy, &query.values)?;
+        self.look_up(OTHERS, async move |view, table| {
+            let store = OverrideStore::open(&view.shared.store_backend).await?;
+            let key = resolve_override_key(table, &query.policy, &query.values)?;
             let found = store.find(&key).await?;
             Ok(OverrideListDocument {
                 overrides: found.iter().map(describe_stored_override).collect(),
@@ -311,9 +308,8 @@ impl AdminState for AdminViewState {
         fields: Map<String, Value>,
         keeps_other_limits: bool,
     ) -> AdminFuture<OverrideDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let store = OverrideStore::open(&self.shared.store_backend).await?;
+        self.look_up(OTHERS, async move |view, table| {
+            let store = OverrideStore::open(&view.shared.store_backend).await?;
             let now_us = Clock::system().now_us();
             let input = override_from_json(&fields, now_us).map_err(AdminError::InvalidRequest)?;
             if !input.policy.is_empty() && input.policy != policy {
@@ -323,7 +319,7 @@ impl AdminState for AdminViewState {
                 )));
             }
             let input = OverrideInput { policy, ..input };
-            let entered = resolve_override(&snapshot.table, &input, now_us)?;
+            let entered = resolve_override(table, &input, now_us)?;
             let (stored, change) = if keeps_other_limits {
                 store.merge(&entered, now_us).await?
             } else {
@@ -336,10 +332,9 @@ impl AdminState for AdminViewState {
     }
 
     fn remove_override(self: Arc<Self>, query: KeyQuery) -> AdminFuture<OverrideRemovalDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let store = OverrideStore::open(&self.shared.store_backend).await?;
-            let key = resolve_override_key(&snapshot.table, &query.policy, &query.values)?;
+        self.look_up(OTHERS, async move |view, table| {
+            let store = OverrideStore::open(&view.shared.store_backend).await?;
+            let key = resolve_override_key(table, &query.policy, &query.values)?;
             let (removed, change) = store.remove(&key).await?;
             change.iter().for_each(OverrideChange::log);
             Ok(OverrideRemovalDocument {
@@ -354,36 +349,51 @@ impl AdminState for AdminViewState {
         self: Arc<Self>,
         request: ExplainRequest,
     ) -> AdminFuture<ExplanationDocument> {
-        spawn_store_lookup(Arc::clone(&self.lookups.others), async move {
-            let snapshot = self.shared.active_policies.load_snapshot();
-            let backend = &self.shared.store_backend;
-            let explained =
-                explanation::explain_request(backend, &snapshot.table, &request).await?;
+        self.look_up(OTHERS, async move |view, table| {
+            let backend = &view.shared.store_backend;
+            let explained = explanation::explain_request(backend, table, &request).await?;
             Ok(explained.describe(true))
         })
     }
 
     fn examine_store(self: Arc<Self>) -> AdminFuture<DoctorReport> {
         // One permit: there is one examination at a time.
-        spawn_store_lookup(Arc::clone(&self.lookups.examinations), async move {
-            let last = self.lookups.last_examination.lock().clone();
+        self.look_up(EXAMINATIONS, async move |view, table| {
+            let last = view.lookups.last_examination.lock().clone();
             if let Some((examined_at, report)) = last
                 && examined_at.elapsed() < DOCTOR_INTERVAL
             {
                 return Ok(report);
             }
-            let redis = self.shared.store_backend.redis();
+            let redis = view.shared.store_backend.redis();
             let redis = redis.map(SharedRedisState::settings_in_use);
-            let table = &self.shared.active_policies.load_snapshot().table;
-            let serves_rls = self.listeners.has_kind(ListenerKind::RateLimitService);
+            let serves_rls = view.listeners.has_kind(ListenerKind::RateLimitService);
             let report = doctor::examine_store(redis.as_ref(), table, serves_rls).await;
-            *self.lookups.last_examination.lock() = Some((Instant::now(), report.clone()));
+            *view.lookups.last_examination.lock() = Some((Instant::now(), report.clone()));
             Ok(report)
         })
     }
 }
 
 impl AdminViewState {
+    /// Runs a store lookup on this thread, because stores are not `Send`. It takes one of the
+    /// permits.
+    fn look_up<T: Send + 'static>(
+        self: Arc<Self>,
+        permits: SelectPermits,
+        lookup: impl AsyncFnOnce(&Self, &PolicyTable) -> Result<T, AdminError> + 'static,
+    ) -> AdminFuture<T> {
+        let task = spawn_local(async move {
+            let _permit = permits(&self.lookups).acquire().await;
+            let snapshot = self.shared.active_policies.load_snapshot();
+            lookup(&self, &snapshot.table).await
+        });
+        Box::pin(async move {
+            task.await
+                .unwrap_or_else(|error| Err(AdminError::Unavailable(error.to_string())))
+        })
+    }
+
     fn describe_outage(&self) -> Option<StoreOutage> {
         let RedisOutage { since, cause } = self.shared.store_backend.redis()?.outage()?;
         let snapshot = self.shared.active_policies.load_snapshot();
@@ -427,21 +437,6 @@ impl AdminViewState {
             keys.flatten().collect()
         })
     }
-}
-
-/// Runs a store lookup on this thread, because stores are not `Send`.
-fn spawn_store_lookup<T: Send + 'static>(
-    permits: Arc<Semaphore>,
-    lookup: impl Future<Output = Result<T, AdminError>> + 'static,
-) -> AdminFuture<T> {
-    let task = spawn_local(async move {
-        let _permit = permits.acquire_owned().await;
-        lookup.await
-    });
-    Box::pin(async move {
-        task.await
-            .unwrap_or_else(|error| Err(AdminError::Unavailable(error.to_string())))
-    })
 }
 
 fn to_fleet_members(list: MemberList) -> FleetMembers {

@@ -1,13 +1,16 @@
-//! Describes limits, and reads and resets one key of a policy, for operators.
+//! Describes policies and limits, and reads and resets one key of a policy, for operators.
 
 use super::store_backend::StoreBackend;
-use crate::admin::{AdminError, KeyResetDocument, LimitDocument, LimitUsage};
+use crate::admin::{
+    AdminError, KeyResetDocument, LeaseDocument, LimitDocument, LimitUsage, PolicyDocument,
+    QuotaDocument,
+};
 use crate::config::format_period;
 use crate::limiter::{
     Algorithm, Key, Limit, LimitCharge, LimitStatus, ListedValue, OverrideInEffect, PolicyCharges,
 };
 use crate::policy::{
-    NamedLimit, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
+    NamedLimit, OnStoreFailure, OverrideRule, Policy, PolicyAction, PolicyMode, PolicyTable, Quota,
 };
 use crate::store::Store;
 use serde_json::{Map, Value, json};
@@ -25,8 +28,6 @@ pub(crate) struct ResolvedKey<'t> {
     pub(crate) policy: &'t Policy,
     pub(crate) quota: &'t Quota,
     pub(crate) key: Key,
-    /// The key of the response counters, if the policy has them.
-    pub(crate) counted_key: Option<Key>,
     pub(crate) limits: &'t [NamedLimit],
     /// What an override does with the key.
     pub(crate) rule: OverrideRule,
@@ -62,9 +63,6 @@ pub(crate) fn resolve_key<'t>(
     Ok(ResolvedKey {
         policy,
         quota,
-        counted_key: quota
-            .counts_responses()
-            .then(|| key.to_response_counter_key()),
         key,
         limits: selected.limits,
         rule: selected.rule,
@@ -143,8 +141,8 @@ impl ResolvedKey<'_> {
     /// The charges of all counters of the key, also of its response counters.
     pub(crate) fn all_counters(&self) -> PolicyCharges<'_> {
         let mut all = self.zero_cost_charges();
-        if let Some(key) = &self.counted_key {
-            all.response_key = Some(Arc::new(key.clone()));
+        if self.quota.counts_responses() {
+            all.response_key = Some(Arc::new(self.key.to_response_counter_key()));
             let limits = self.limits.iter().map(|named| &named.limit);
             // The response counts against no slot.
             let limits = limits.filter(|limit| !limit.algorithm.counts_slots());
@@ -248,6 +246,45 @@ impl KeyStatus {
     pub(super) fn blocked_s(&self) -> Option<f64> {
         let until_us = self.blocked_until_us?;
         Some(micros_to_seconds(until_us.saturating_sub(self.now_us)))
+    }
+}
+
+/// Completes the document of an active policy.
+pub(super) fn describe_policy(policy: &Policy, described: PolicyDocument) -> PolicyDocument {
+    let action = match policy.action {
+        PolicyAction::Allow => "allow",
+        PolicyAction::Deny => "deny",
+        PolicyAction::Limit(_) => "limit",
+    };
+    PolicyDocument {
+        mode: policy.mode.name().to_owned(),
+        priority: Some(policy.priority),
+        action: Some(action.to_owned()),
+        quota: policy.quota().map(|quota| describe_quota(policy, quota)),
+        ..described
+    }
+}
+
+fn describe_quota(policy: &Policy, quota: &Quota) -> QuotaDocument {
+    let on_store_failure = match policy.on_store_failure {
+        _ if quota.is_instance_scoped() => None,
+        OnStoreFailure::Open => Some("open"),
+        OnStoreFailure::Closed => Some("closed"),
+        OnStoreFailure::Local => Some("local"),
+    };
+    QuotaDocument {
+        key: quota.key.describe_positions(),
+        limits: quota.limits.iter().map(describe_limit).collect(),
+        overrides: quota.overrides.as_slice().len(),
+        dynamic: quota.is_dynamic,
+        scope: quota.key.scope.name().to_owned(),
+        counter: quota.key.counter_name().map(str::to_owned),
+        on_store_failure: on_store_failure.map(str::to_owned),
+        block_s: quota.block.map(|block| micros_to_seconds(block.per_us)),
+        lease: quota.lease.map(|lease| LeaseDocument {
+            size: lease.size.map_or(json!("auto"), |size| json!(size)),
+            ttl_s: micros_to_seconds(lease.ttl_us),
+        }),
     }
 }
 

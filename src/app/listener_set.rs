@@ -3,45 +3,33 @@
 use super::AppError;
 use crate::config::Config;
 use crate::listen::ListenAddress;
-use crate::proxy::{ListenSettings, ListenerKind, ProxyServer};
+use crate::proxy::{ListenerKind, ProxyServer};
 use crate::telemetry::metrics::CertificateExpiry;
 use crate::tls::ReloadableServerTls;
 use std::sync::Arc;
 
 /// Every open listener: its kind, its address and its current TLS settings.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct ListenerSet(Vec<(ListenerKind, ListenAddress, ReloadableServerTls)>);
 
 impl ListenerSet {
     /// Opens all listeners of the configuration on `server`.
     pub(super) fn open(server: &mut ProxyServer, config: &Config) -> Result<Self, AppError> {
-        let mut listeners = Self::default();
-        if config.has_upstream {
-            let tls = ReloadableServerTls::new(config.tls.clone().into());
-            listeners.add_listener(server, ListenerKind::Proxy, &config.listen, tls)?;
-        }
-        for settings in &config.service_listeners {
-            let tls = ReloadableServerTls::new(settings.tls.clone().into());
-            listeners.add_listener(server, settings.kind, &settings.listen, tls)?;
-        }
-        Ok(listeners)
-    }
-
-    fn add_listener(
-        &mut self,
-        server: &mut ProxyServer,
-        kind: ListenerKind,
-        listen: &ListenSettings,
-        tls: ReloadableServerTls,
-    ) -> Result<(), AppError> {
-        let address = server
-            .add_listener(kind, listen, Arc::clone(&tls))
-            .map_err(|cause| AppError::Listen {
+        let proxy = (ListenerKind::Proxy, &config.listen, &config.tls);
+        let proxy = config.has_upstream.then_some(proxy).into_iter();
+        let services = config.service_listeners.iter();
+        let services = services.map(|service| (service.kind, &service.listen, &service.tls));
+        let mut listeners = Vec::new();
+        for (kind, listen, tls) in proxy.chain(services) {
+            let tls = ReloadableServerTls::new(tls.clone().into());
+            let address = server.add_listener(kind, listen, Arc::clone(&tls));
+            let address = address.map_err(|cause| AppError::Listen {
                 address: listen.address.clone(),
                 cause,
             })?;
-        self.0.push((kind, address, tls));
-        Ok(())
+            listeners.push((kind, address, tls));
+        }
+        Ok(Self(listeners))
     }
 
     /// Whether a listener of this kind is open.

@@ -67,7 +67,7 @@ impl StoreBackend {
     pub(crate) fn describe_failure(&self, opened: &Store, error: &StoreUnavailable) -> String {
         let own_outage = opened.outage().zip(self.redis());
         let own_error = own_outage
-            .map(|(outage, redis)| describe_redis_failure(redis.settings(), &outage.cause, None));
+            .map(|(outage, redis)| describe_redis_failure(&redis.settings, &outage.cause, None));
         let known = self.describe_outage().or(own_error);
         known.unwrap_or_else(|| error.to_string())
     }
@@ -77,7 +77,7 @@ impl StoreBackend {
         let redis = self.redis()?;
         let RedisOutage { since, cause } = redis.outage()?;
         let lasts = Some(since.elapsed());
-        Some(describe_redis_failure(redis.settings(), &cause, lasts))
+        Some(describe_redis_failure(&redis.settings, &cause, lasts))
     }
 
     /// Connects to Redis for an operator's command. In an outage of the running store, it fails at
@@ -110,7 +110,7 @@ impl StoreBackend {
 pub(super) async fn connect(redis: &SharedRedisState) -> Result<CounterInspector, AdminError> {
     let connected = CounterInspector::connect_with(redis).await;
     connected.map_err(|error| {
-        AdminError::Unavailable(describe_redis_failure(redis.settings(), &error, None))
+        AdminError::Unavailable(describe_redis_failure(&redis.settings, &error, None))
     })
 }
 

@@ -35,8 +35,16 @@ impl AdminClient {
     /// # Errors
     /// A message for the user if the admin settings are invalid or the configured port is 0.
     pub(super) fn from_sources(sources: &ConfigSources) -> Result<Self, CommandError> {
-        let AdminSettings { address, token, .. } = config::load_admin_settings(sources)?;
-        Self::new(address, "admin.address", token)
+        Self::from_settings(&config::load_admin_settings(sources)?)
+    }
+
+    /// [`Self::from_sources`] of a command that has loaded the whole configuration.
+    ///
+    /// # Errors
+    /// A message for the user if the configured port is 0.
+    pub(super) fn from_settings(settings: &AdminSettings) -> Result<Self, CommandError> {
+        let token = settings.token.clone();
+        Self::new(settings.address.clone(), "admin.address", token)
     }
 
     /// Creates a client for `admin.probes`, or for `admin.address` if that is not set.

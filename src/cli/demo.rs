@@ -5,15 +5,11 @@ use super::output::CommandError;
 use crate::app::ListeningAddresses;
 use crate::config::{ConfigSources, FileSource, FlagOverrides};
 use crate::listen::ListenAddress;
-use bytes::Bytes;
+use axum::Router;
+use axum::extract::Request;
+use axum::response::IntoResponse;
 use http::header::CONTENT_TYPE;
-use http::{HeaderValue, Request, Response};
-use http_body_util::Full;
-use hyper::body::Incoming;
-use hyper::service::service_fn;
-use hyper_util::rt::TokioIo;
 use serde_json::json;
-use std::convert::Infallible;
 use std::io::IsTerminal;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::path::Path;
@@ -170,34 +166,20 @@ fn start_sample_upstream() -> std::io::Result<SocketAddr> {
         .name("sample-upstream".into())
         .spawn(move || {
             runtime.block_on(async move {
-                let Ok(listener) = tokio::net::TcpListener::from_std(listener) else {
-                    return;
-                };
-                loop {
-                    // A failed accept concerns one client; the upstream keeps running.
-                    let Ok((socket, _)) = listener.accept().await else {
-                        continue;
-                    };
-                    tokio::spawn(
-                        hyper::server::conn::http1::Builder::new()
-                            .serve_connection(TokioIo::new(socket), service_fn(echo_request)),
-                    );
-                }
-            });
+                let listener = tokio::net::TcpListener::from_std(listener)?;
+                axum::serve(listener, Router::new().fallback(echo_request)).await
+            })
         })?;
     Ok(address)
 }
 
-#[allow(clippy::unused_async, reason = "service_fn requires a future")]
-async fn echo_request(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+#[allow(clippy::unused_async, reason = "a handler is async")]
+async fn echo_request(request: Request) -> impl IntoResponse {
     let body = json!({
         "hello": "from the sample upstream",
         "method": request.method().as_str(),
         "path": request.uri().path(),
         "x-forwarded-for": request.headers().get("x-forwarded-for").and_then(|value| value.to_str().ok()),
     });
-    let mut response = Response::new(Full::from(format!("{body}\n")));
-    let json = HeaderValue::from_static("application/json");
-    response.headers_mut().insert(CONTENT_TYPE, json);
-    Ok(response)
+    ([(CONTENT_TYPE, "application/json")], format!("{body}\n"))
 }

@@ -1,6 +1,6 @@
 //! `tidegate doctor`: examines Redis for this use, and gives advice.
 
-use super::output::{CheckOptions, CommandError, CommandOutput, block_on, format_answer};
+use super::output::{CommandError, CommandOutput, block_on};
 use crate::admin::{DoctorReport, ExaminedStore};
 use crate::app::doctor::{self, format_bytes};
 use crate::config::{self, ConfigSources, StoreSettings};
@@ -15,14 +15,11 @@ const TEXT_WIDTH: usize = 84;
 const INCOMPLETE_EXIT_CODE: u8 = 3;
 
 /// Examines the store of a configuration and returns the report. Fails on faults, and on warnings
-/// if `options.strict` is set. Checks without a result have an exit code of their own.
+/// if `strict` is set. Checks without a result have an exit code of their own.
 ///
 /// # Errors
 /// A message for the user if the configuration is invalid.
-pub(super) fn run(
-    sources: &ConfigSources,
-    options: CheckOptions,
-) -> Result<CommandOutput, CommandError> {
+pub(super) fn run(sources: &ConfigSources, strict: bool) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
     let redis = match &config.store {
         StoreSettings::Memory(_) => None,
@@ -34,14 +31,14 @@ pub(super) fn run(
     let examined = doctor::examine_store(redis, &config.policy_table, serves_rate_limit_service);
     let report = block_on(examined)?;
     Ok(CommandOutput {
-        text: format_answer(&report, render_text, options.json),
-        code: if report.faults > 0 || options.strict && report.warnings > 0 {
+        code: if report.faults > 0 || strict && report.warnings > 0 {
             ExitCode::FAILURE
         } else if report.unknown > 0 {
             ExitCode::from(INCOMPLETE_EXIT_CODE)
         } else {
             ExitCode::SUCCESS
         },
+        ..CommandOutput::new(&report, render_text(&report))
     })
 }
 

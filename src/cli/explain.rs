@@ -3,7 +3,7 @@
 use super::admin_client::AdminClient;
 use super::flags::NO_POLICIES;
 use super::limit_status;
-use super::output::{CommandError, block_on, format_answer};
+use super::output::{CommandError, CommandOutput, block_on};
 use super::overrides::store_client::StoreClient;
 use super::request::RequestArguments;
 use crate::admin::{
@@ -15,7 +15,7 @@ use crate::config::{self, Config, ConfigSources, FileSource};
 use crate::enforcer::{PolicyExplanation, PolicyStep};
 use crate::store::StoredOverride;
 use crate::text::escape_unprintable;
-use serde_json::{Value, json};
+use serde_json::json;
 
 /// Explains the matching policies, the keys and limits of the request, and their state, as text or
 /// as the JSON of the admin API. Notes about ignored parts of the request go to stderr.
@@ -30,7 +30,7 @@ pub(super) fn explain_request(
     sources: &ConfigSources,
     arguments: &RequestArguments,
     as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
     let (request, mut notes) = arguments.to_request()?;
     if matches!(sources.file, FileSource::None) {
@@ -51,13 +51,13 @@ pub(super) fn explain_request(
         let copied = if is_redis {
             Ok(())
         } else {
-            copy_overrides(sources, &config, &backend, &request).await
+            copy_overrides(&config, &backend, &request).await
         };
         let mut explained =
             explanation::explain_request(&backend, &config.policy_table, &request).await?;
         clear_instance_statuses(&mut explained.explanation);
         if let Some(why) = &mut explained.store_error
-            && let Some(outage_s) = outage_of_running_proxy(sources).await
+            && let Some(outage_s) = outage_of_running_proxy(&config).await
         {
             why.push_str(&format!(
                 "; the proxy on this machine has been without Redis for {outage_s} s"
@@ -77,15 +77,15 @@ pub(super) fn explain_request(
         let request =
             json!({ "method": request.method, "url": request.url, "ip": request.peer_ip });
         add_fields(&mut fields, json!({ "request": request }));
-        let format_text = |_: &Value| title + &format_explanation(&document, is_redis);
-        Ok(format_answer(&fields, format_text, as_json))
+        let text = title + &format_explanation(&document, is_redis);
+        Ok(CommandOutput::new(&fields, text))
     })?
 }
 
 /// For how many seconds the running proxy has been without the store. `None` if it is not, or does
 /// not answer.
-async fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
-    let client = AdminClient::from_sources(sources).ok()?;
+async fn outage_of_running_proxy(config: &Config) -> Option<u64> {
+    let client = AdminClient::from_settings(&config.admin).ok()?;
     let overview = client.get_json_at_once("/overview?seconds=1").await;
     let overview: OverviewDocument = serde_json::from_value(overview.ok()?).ok()?;
     Some(overview.store.outage?.lasts_s)
@@ -97,7 +97,6 @@ async fn outage_of_running_proxy(sources: &ConfigSources) -> Option<u64> {
 /// # Errors
 /// A message for the user if the admin port does not answer.
 async fn copy_overrides(
-    sources: &ConfigSources,
     config: &Config,
     backend: &StoreBackend,
     request: &ExplainRequest,
@@ -107,7 +106,7 @@ async fn copy_overrides(
         if let PolicyStep::Limits(limits) = step
             && policy.quota().is_some_and(|quota| quota.is_dynamic)
         {
-            let store = StoreClient::open(sources, config).await?;
+            let store = StoreClient::open(config).await?;
             if let Some(stored) = store.find(&limits.own.key).await? {
                 // The listed key lacks the kinds of its values.
                 let key = limits.own.key.clone();

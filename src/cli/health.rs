@@ -28,8 +28,8 @@ pub(super) fn run(sources: &ConfigSources, as_json: bool) -> Result<CommandOutpu
     if as_json {
         let result = json!({ "healthy": error.is_none(), "address": address, "status": status, "error": error });
         return Ok(CommandOutput {
-            text: escape_json_for_display(&format!("{result}\n")),
             code: ExitCode::from(u8::from(error.is_some())),
+            ..escape_json_for_display(&format!("{result}\n")).into()
         });
     }
     match error {

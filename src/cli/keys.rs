@@ -4,7 +4,7 @@
 
 use super::admin_client::{AdminClient, build_target};
 use super::limit_status::{format_block, format_key_status};
-use super::output::{CommandError, block_on, format_answer, print_audit_line};
+use super::output::{CommandError, CommandOutput, block_on, print_audit_line};
 use crate::admin::{
     AdminError, CounterDocument, CounterListDocument, KeyResetDocument, TopDocument,
 };
@@ -60,8 +60,7 @@ pub(super) struct KeySelector {
 pub(super) fn run(
     sources: &ConfigSources,
     command: &KeysCommand,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
     // Without a configuration, the proxy knows the policies.
     if let KeysCommand::List {
@@ -74,19 +73,19 @@ pub(super) fn run(
     let stores = StoreBackend::new(&config.store);
     let redis = stores.redis();
     let Some(redis) = redis.filter(|_| !command.reads_instance_counters(&config)) else {
-        let client = AdminClient::from_sources(sources)?;
-        return block_on(run_by_admin_port(&client, command, as_json))?;
+        let client = AdminClient::from_settings(&config.admin)?;
+        return block_on(run_by_admin_port(&client, command))?;
     };
     block_on(async {
         match command {
             KeysCommand::List { policy, most } => {
                 let inspector = stores.connect_inspector(redis).await?;
-                list_counters(&config, &inspector, policy.as_deref(), *most, as_json).await
+                list_counters(&config, &inspector, policy.as_deref(), *most).await
             }
             KeysCommand::Show(selector) => {
                 let found = selector.resolve_against_config(&config)?;
                 let status = found.inspect(&stores).await?;
-                Ok(format_answer(&status, format_key_status, as_json))
+                Ok(CommandOutput::new(&status, format_key_status(&status)))
             }
             KeysCommand::Reset { key, limit } => {
                 let found = key.resolve_against_config(&config)?;
@@ -99,7 +98,7 @@ pub(super) fn run(
                     "limit": limit,
                     "counters": reset.counters_forgotten,
                 }));
-                Ok(format_answer(&reset, format_reset, as_json))
+                Ok(CommandOutput::new(&reset, format_reset(&reset)))
             }
         }
     })?
@@ -121,8 +120,7 @@ async fn list_counters(
     inspector: &CounterInspector,
     policy: Option<&str>,
     max_counters: usize,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let namespace = policy.map(|name| key_namespace(config, name));
     let listed = inspector.list_counters(namespace, max_counters).await;
     let (mut counters, has_more) = listed.map_err(AdminError::from)?;
@@ -135,30 +133,27 @@ async fn list_counters(
         counters: counters.iter().map(describe_counter).collect(),
         more: has_more,
     };
-    let format_text = |_: &CounterListDocument| {
-        let mut text = format!(
-            "{:>10}  {:<24} {:<14} KEY\n",
-            "USED", "COUNTED BY", "FREES IN"
-        );
-        text.extend(counters.iter().map(format_counter));
-        let policies = config.policy_table.policies().iter();
-        let in_memory = policies.filter(|policy| policy.is_instance_scoped());
-        let instance_policies: Vec<&str> = in_memory.map(|policy| &*policy.name).collect();
-        if policy.is_none() && !instance_policies.is_empty() {
-            text.push_str(&format!(
-                "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
-                instance_policies.join(", ")
-            ));
-        }
-        if has_more {
-            text.push_str(&format!(
-                "There are more counters; read {} (--most).\n",
-                counters.len()
-            ));
-        }
-        text
-    };
-    Ok(format_answer(&document, format_text, as_json))
+    let mut text = format!(
+        "{:>10}  {:<24} {:<14} KEY\n",
+        "USED", "COUNTED BY", "FREES IN"
+    );
+    text.extend(counters.iter().map(format_counter));
+    let policies = config.policy_table.policies().iter();
+    let in_memory = policies.filter(|policy| policy.is_instance_scoped());
+    let instance_policies: Vec<&str> = in_memory.map(|policy| &*policy.name).collect();
+    if policy.is_none() && !instance_policies.is_empty() {
+        text.push_str(&format!(
+            "Not listed: {}, counted per instance in memory; --policy NAME queries the proxy at admin.address.\n",
+            instance_policies.join(", ")
+        ));
+    }
+    if has_more {
+        text.push_str(&format!(
+            "There are more counters; read {} (--most).\n",
+            counters.len()
+        ));
+    }
+    Ok(CommandOutput::new(&document, text))
 }
 
 fn format_counter(counter: &RedisCounter) -> String {
@@ -223,8 +218,7 @@ fn format_reset(reset: &KeyResetDocument) -> String {
 async fn run_by_admin_port(
     client: &AdminClient,
     command: &KeysCommand,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let (method, target) = match command {
         KeysCommand::List { policy, most } => {
             let most = most.min(&MAX_RANKED_KEYS).to_string();
@@ -235,12 +229,12 @@ async fn run_by_admin_port(
         KeysCommand::Reset { key, limit } => ("DELETE", key.query_target(limit.as_deref())),
     };
     let answer = client.request_json(method, &target).await?;
-    let format_text = |answer: &Value| match command {
-        KeysCommand::List { .. } => format_rejected_keys(&read_answer(answer)),
-        KeysCommand::Show(_) => format_key_status(&read_answer(answer)),
-        KeysCommand::Reset { .. } => format_reset(&read_answer(answer)),
+    let text = match command {
+        KeysCommand::List { .. } => format_rejected_keys(&read_answer(&answer)),
+        KeysCommand::Show(_) => format_key_status(&read_answer(&answer)),
+        KeysCommand::Reset { .. } => format_reset(&read_answer(&answer)),
     };
-    Ok(format_answer(&answer, format_text, as_json))
+    Ok(CommandOutput::new(&answer, text))
 }
 
 /// Reads an answer of the admin port. An unknown form is shown as if it were empty.

@@ -81,29 +81,48 @@ fn strip_error_prefix(message: &str) -> &str {
 #[derive(Debug)]
 pub(super) struct CommandOutput {
     pub(super) text: String,
+    /// The same for `--json`; `None` if the text counts there too.
+    pub(super) json: Option<Value>,
     pub(super) code: ExitCode,
 }
 
 impl From<String> for CommandOutput {
     fn from(text: String) -> Self {
-        let code = ExitCode::SUCCESS;
-        Self { text, code }
+        Self {
+            text,
+            json: None,
+            code: ExitCode::SUCCESS,
+        }
     }
 }
 
 /// A command that has printed everything itself.
 impl From<ExitCode> for CommandOutput {
     fn from(code: ExitCode) -> Self {
-        let text = String::new();
-        Self { text, code }
+        Self {
+            code,
+            ..String::new().into()
+        }
     }
 }
 
 impl CommandOutput {
-    /// Prints the text and returns the exit code.
-    pub(super) fn print(&self) -> ExitCode {
+    /// The answer of a command: as a document, and as text.
+    pub(super) fn new(document: &impl Serialize, text: String) -> Self {
+        Self {
+            json: Some(json!(document)),
+            ..text.into()
+        }
+    }
+
+    /// Prints the text, or the document as JSON on several lines, and returns the exit code.
+    pub(super) fn print(self, as_json: bool) -> ExitCode {
+        let text = match self.json {
+            Some(json) if as_json => escape_json_for_display(&format!("{json:#}\n")),
+            _ => self.text,
+        };
         // A closed pipe fails without a message, as with other Unix tools.
-        match io::stdout().write_all(self.text.as_bytes()) {
+        match io::stdout().write_all(text.as_bytes()) {
             Ok(()) => self.code,
             Err(_) => ExitCode::FAILURE,
         }
@@ -133,20 +152,6 @@ pub(super) fn new_progress_bar(total: Option<u64>, hertz: u8, template: &str) ->
         bar.set_style(style);
     }
     bar
-}
-
-/// The result of a command in the form that the user asked for: as text, or as JSON on several
-/// lines.
-pub(super) fn format_answer<T: Serialize>(
-    answer: &T,
-    format_text: impl FnOnce(&T) -> String,
-    as_json: bool,
-) -> String {
-    if as_json {
-        escape_json_for_display(&format!("{:#}\n", json!(answer)))
-    } else {
-        format_text(answer)
-    }
 }
 
 /// Prints an error and returns the exit code 1.

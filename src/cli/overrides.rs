@@ -6,7 +6,7 @@ mod export;
 mod import;
 pub(super) mod store_client;
 
-use super::output::{CommandError, block_on, format_answer};
+use super::output::{CommandError, CommandOutput, block_on};
 use crate::admin::{AdminError, OverrideListDocument, OverrideRemovalDocument};
 use crate::app::key_status::{find_limiting_policy, resolve_override_key};
 use crate::app::override_store::sort_listing;
@@ -20,6 +20,7 @@ use crate::limiter::{Key, LimitAmounts};
 use crate::store::StoredOverride;
 use export::{ExportArguments, export_overrides};
 use import::{ImportArguments, import_overrides};
+use std::process::ExitCode;
 use store_client::StoreClient;
 
 #[derive(clap::Subcommand, Debug)]
@@ -99,8 +100,7 @@ pub(super) struct SetArguments {
 pub(super) fn run(
     sources: &ConfigSources,
     command: &OverridesCommand,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let config = config::load(sources)?;
     block_on(async {
         if let OverridesCommand::List {
@@ -112,14 +112,14 @@ pub(super) fn run(
         {
             find_limiting_policy(&config.policy_table, name)?;
         }
-        let store = StoreClient::open(sources, &config).await?;
+        let store = StoreClient::open(&config).await?;
         match command {
             OverridesCommand::Set(arguments) => {
                 let now_us = Clock::system().now_us();
                 let input = arguments.to_input(now_us)?;
                 let entered = resolve_override(&config.policy_table, &input, now_us)?;
                 let stored = store.set_and_merge(&entered, now_us).await?;
-                Ok(format_stored_override(&stored, as_json))
+                Ok(answer_with_override(&stored))
             }
             OverridesCommand::Remove(key) => {
                 let key = key.resolve(&config)?;
@@ -128,28 +128,28 @@ pub(super) fn run(
                     policy: key.policy_name().to_owned(),
                     key: key.value_texts(),
                 };
-                let format_text = |removal: &OverrideRemovalDocument| match removal.removed {
+                let text = match removal.removed {
                     true => format!("{key}: override removed\n"),
                     false => format!("{key}: had no override\n"),
                 };
-                Ok(format_answer(&removal, format_text, as_json))
+                Ok(CommandOutput::new(&removal, text))
             }
             OverridesCommand::Show(key) => {
                 let key = key.resolve(&config)?;
                 Ok(match store.find(&key).await? {
-                    Some(stored) => format_stored_override(&stored, as_json),
-                    None => format_answer(&(), |()| format!("{key}: no override\n"), as_json),
+                    Some(stored) => answer_with_override(&stored),
+                    None => CommandOutput::new(&(), format!("{key}: no override\n")),
                 })
             }
             OverridesCommand::List { policy, most } => {
-                list_overrides(&store, policy.as_deref(), *most, as_json).await
+                list_overrides(&store, policy.as_deref(), *most).await
             }
             OverridesCommand::Import(arguments) => {
-                import_overrides(&store, &config, arguments, as_json).await
+                import_overrides(&store, &config, arguments).await
             }
             OverridesCommand::Export(arguments) => {
                 export_overrides(&store, &config, arguments).await?;
-                Ok(String::new())
+                Ok(ExitCode::SUCCESS.into())
             }
         }
     })?
@@ -159,8 +159,7 @@ async fn list_overrides(
     store: &StoreClient,
     policy: Option<&str>,
     max_listed: usize,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let mut found = Vec::new();
     let visited = store.visit(policy, |stored| {
         found.push(stored);
@@ -168,26 +167,22 @@ async fn list_overrides(
     });
     visited.await?;
     let (listed, more) = sort_listing(found, max_listed);
-    let format_text = |_: &OverrideListDocument| {
-        let mut text: String = listed.iter().map(format_override).collect();
-        if more {
-            text.push_str(&format!(
-                "There are more overrides; listed {} (--most).\n",
-                listed.len()
-            ));
-        }
-        text
-    };
+    let mut text: String = listed.iter().map(format_override).collect();
+    if more {
+        text.push_str(&format!(
+            "There are more overrides; listed {} (--most).\n",
+            listed.len()
+        ));
+    }
     let document = OverrideListDocument {
         overrides: listed.iter().map(describe_stored_override).collect(),
         more,
     };
-    Ok(format_answer(&document, format_text, as_json))
+    Ok(CommandOutput::new(&document, text))
 }
 
-fn format_stored_override(stored: &StoredOverride, as_json: bool) -> String {
-    let document = describe_stored_override(stored);
-    format_answer(&document, |_| format_override(stored), as_json)
+fn answer_with_override(stored: &StoredOverride) -> CommandOutput {
+    CommandOutput::new(&describe_stored_override(stored), format_override(stored))
 }
 
 /// One line: the key, the rule, and what else is known.

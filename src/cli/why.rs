@@ -156,7 +156,7 @@ pub(super) fn run(
     if report.lines.own == 0 {
         return Err(CommandError::Message(report.lines.describe_foreign_input()));
     }
-    read_overrides(sources, &config, &mut report.searched)?;
+    read_overrides(&config, &mut report.searched)?;
     Ok(if arguments.json {
         report_json::render_json(&report)
     } else if arguments.plot {
@@ -168,7 +168,6 @@ pub(super) fn run(
 
 /// Reads the present overrides of the searched keys from the store.
 fn read_overrides(
-    sources: &ConfigSources,
     config: &Config,
     searched: &mut [SearchedPolicy<'_>],
 ) -> Result<(), CommandError> {
@@ -178,7 +177,7 @@ fn read_overrides(
         return Ok(());
     }
     block_on(async {
-        let store = StoreClient::open(sources, config).await;
+        let store = StoreClient::open(config).await;
         let now_us = Clock::system().now_us();
         for policy in dynamic {
             if let Some(key) = policy.key() {

@@ -8,7 +8,7 @@ use super::settings;
 use super::table_reader::TableReader;
 use super::value_tree::{ValueContent, ValueNode};
 use crate::admin::AdminToken;
-use crate::store::redis::{RedisSettings, RedisTopology};
+use crate::store::redis::RedisSettings;
 use std::path::PathBuf;
 
 /// Logins and TLS of Redis, and the admin token.
@@ -69,14 +69,10 @@ fn credential_values(
 impl Credentials {
     /// Whether `newer` has credentials for the same Redis servers.
     pub fn is_for_same_servers(&self, newer: &Self) -> bool {
-        let master = |redis: &RedisSettings| match &redis.topology {
-            RedisTopology::Sentinel { master, .. } => Some(master.clone()),
-            RedisTopology::Standalone | RedisTopology::Cluster => None,
-        };
         match (&self.redis, &newer.redis) {
             (Some(running), Some(newer)) => {
                 running.servers == newer.servers
-                    && master(running) == master(newer)
+                    && running.sentinel_master() == newer.sentinel_master()
                     && running.tls.is_some() == newer.tls.is_some()
             }
             (running, newer) => running.is_none() && newer.is_none(),

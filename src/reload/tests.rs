@@ -127,7 +127,7 @@ impl ReloaderFixture {
 
     fn generation_and_errors(&self) -> (u64, Vec<String>) {
         let status = self.status();
-        (status.generation, status.last_error)
+        (status.generation, status.last.errors)
     }
 
     fn status(&self) -> ReloadStatus {
@@ -195,19 +195,19 @@ async fn an_invalid_file_changes_nothing_and_is_reported_until_it_is_valid() {
     fs::write(&file, config_with_deny_policies(&["not a name"])).unwrap();
     assert_eq!(running.policies_after_polling(2000).await, ["a"]);
     let status = running.status();
-    assert_eq!((status.generation, status.last_error.len()), (1, 1));
+    assert_eq!((status.generation, status.last.errors.len()), (1, 1));
     assert!(
-        status.last_error[0].contains("config.toml:5:8: policy[0].name: found \"not a name\""),
+        status.last.errors[0].contains("config.toml:5:8: policy[0].name: found \"not a name\""),
         "{status:?}"
     );
 
     fs::write(&file, "[[policy").unwrap();
     assert_eq!(running.policies_after_polling(2000).await, ["a"]);
-    assert!(running.status().last_error[0].contains("not TOML"));
+    assert!(running.status().last.errors[0].contains("not TOML"));
 
     fs::remove_file(&file).unwrap();
     assert_eq!(running.policies_after_polling(2000).await, ["a"]);
-    assert!(running.status().last_error[0].contains("can't be read"));
+    assert!(running.status().last.errors[0].contains("can't be read"));
 
     fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
     assert_eq!(running.policies_after_polling(2000).await, ["b"]);
@@ -266,8 +266,8 @@ fn a_pipe_in_place_of_a_file_does_not_stop_reloading() {
             checks.recv_timeout(Duration::from_secs(20)).unwrap();
         }
     };
-    wait(&|| status.lock().rejected_count == 1);
-    assert!(status.lock().last_error[0].contains("not a regular file"));
+    wait(&|| status.lock().last.refused == 1);
+    assert!(status.lock().last.errors[0].contains("not a regular file"));
     fs::remove_file(&file).unwrap();
     fs::write(&file, config_with_deny_policies(&["b"])).unwrap();
     wait(&|| &*active_policies.load_snapshot().table.policies()[0].name == "b");

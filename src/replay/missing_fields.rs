@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 /// Numbers of requests for which the log has, or lacks, certain fields.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FieldCoverage {
+    pub(super) required_headers: RequiredHeaders,
     pub(super) requests: u64,
     pub(super) with_peer: u64,
     pub(super) with_host: u64,
@@ -20,7 +21,7 @@ pub(super) struct FieldCoverage {
     pub(super) answered_429: u64,
     /// Requests that the server answered with an error of the client or its own, such as 429.
     pub(super) answered_with_error: u64,
-    /// Requests with a header, by the header's index in [`RequiredHeaders`].
+    /// Requests with a header, by its index in `required_headers`.
     pub(super) with_header: Vec<u64>,
     /// Requests from logs that do not record the query string.
     pub(super) without_query: u64,
@@ -29,10 +30,19 @@ pub(super) struct FieldCoverage {
 }
 
 impl FieldCoverage {
-    pub(super) fn new(required_headers: &RequiredHeaders) -> Self {
+    pub(super) fn new(required_headers: RequiredHeaders) -> Self {
         Self {
             with_header: vec![0; required_headers.names.len()],
+            required_headers,
             ..Self::default()
+        }
+    }
+
+    /// The fields that the policies of `table` read, in the requests counted so far.
+    pub(super) fn check<'a>(&'a self, table: &'a PolicyTable) -> MissingFieldCheck<'a> {
+        MissingFieldCheck {
+            table,
+            coverage: self,
         }
     }
 
@@ -59,12 +69,11 @@ impl FieldCoverage {
 pub(super) fn describe_missing_fields(
     table: &PolicyTable,
     coverage: &FieldCoverage,
-    required_headers: &RequiredHeaders,
 ) -> Vec<String> {
     if coverage.requests == 0 {
         return Vec::new();
     }
-    let check = MissingFieldCheck::new(table, coverage, required_headers);
+    let check = coverage.check(table);
     let mut sentences: Vec<String> = table
         .policies()
         .iter()
@@ -107,22 +116,9 @@ fn join_texts<T: ToString>(texts: impl IntoIterator<Item = T>, separator: &str) 
 pub(super) struct MissingFieldCheck<'a> {
     table: &'a PolicyTable,
     coverage: &'a FieldCoverage,
-    required_headers: &'a RequiredHeaders,
 }
 
-impl<'a> MissingFieldCheck<'a> {
-    pub(super) fn new(
-        table: &'a PolicyTable,
-        coverage: &'a FieldCoverage,
-        required_headers: &'a RequiredHeaders,
-    ) -> Self {
-        Self {
-            table,
-            coverage,
-            required_headers,
-        }
-    }
-
+impl MissingFieldCheck<'_> {
     /// Returns whether a policy has a key with a part that no request in the log has. A header that
     /// `--header-from` maps is in the log: otherwise the replay fails at the end.
     pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
@@ -142,13 +138,12 @@ impl<'a> MissingFieldCheck<'a> {
     }
 
     fn has_header(&self, name: &HeaderName) -> bool {
-        let mut names = self.required_headers.names.iter();
-        names
-            .position(|required| required == name)
-            .is_some_and(|place| {
-                let count = self.coverage.with_header.get(place);
-                self.required_headers.is_mapped(place) || count.is_some_and(|count| *count > 0)
-            })
+        let required = &self.coverage.required_headers;
+        let place = required.names.iter().position(|known| known == name);
+        place.is_some_and(|place| {
+            let count = self.coverage.with_header.get(place);
+            required.is_mapped(place) || count.is_some_and(|count| *count > 0)
+        })
     }
 
     fn describe_missing_policy_fields(&self, policy: &Policy) -> Option<String> {

@@ -2,8 +2,7 @@
 
 use super::Settings;
 use super::log_merge::ReplayRequest;
-use super::missing_fields::{FieldCoverage, MissingFieldCheck, describe_missing_fields};
-use super::parsers::RequiredHeaders;
+use super::missing_fields::{FieldCoverage, describe_missing_fields};
 use super::report::{PolicyReport, PolicySetReport, RefusedKeyReport};
 use super::statistics::ReplayKeyTable;
 use super::suggestions::PeakDemandTracker;
@@ -49,7 +48,6 @@ const MAX_HOLD_US: u64 = 86_400_000_000;
 #[derive(Debug)]
 pub(crate) struct PolicySimulator<'t> {
     table: &'t PolicyTable,
-    required_headers: &'t RequiredHeaders,
     memory: Arc<MemoryStore>,
     settlements: Arc<SettlementQueue>,
     clock_control: ManualClock,
@@ -70,7 +68,6 @@ impl<'t> PolicySimulator<'t> {
     pub(super) fn new(
         config: &str,
         table: &'t PolicyTable,
-        required_headers: &'t RequiredHeaders,
         known_coverage: &FieldCoverage,
         with_suggestions: bool,
     ) -> Self {
@@ -82,7 +79,6 @@ impl<'t> PolicySimulator<'t> {
         let metrics = Metrics::new(0, MetricLabels::default()).worker_metrics(0);
         Self {
             table,
-            required_headers,
             settlements: SettlementQueue::new(Store::Memory(Arc::clone(&memory)), metrics),
             peaks: with_suggestions
                 .then(|| PeakDemandTracker::new(table, COUNTER_STORE_SETTINGS, clock.clone())),
@@ -90,16 +86,14 @@ impl<'t> PolicySimulator<'t> {
             clock_control,
             fixed_instant: Instant::now(),
             in_flight: InFlightRequests::default(),
-            left_out: MissingFieldCheck::new(table, known_coverage, required_headers)
-                .policies_without_key()
-                .collect(),
+            left_out: known_coverage.check(table).policies_without_key().collect(),
             keys_by_policy: (0..policy_count)
                 .map(|_| ReplayKeyTable::new(max_keys))
                 .collect(),
             report: PolicySetReport {
                 config: config.to_owned(),
                 policies: table.policies().iter().map(new_policy_report).collect(),
-                field_coverage: FieldCoverage::new(required_headers),
+                field_coverage: FieldCoverage::new(known_coverage.required_headers.clone()),
                 ..PolicySetReport::default()
             },
         }
@@ -131,8 +125,7 @@ impl<'t> PolicySimulator<'t> {
         }
         report.top.sort_by_key(|key| Reverse(key.stats.refused));
         report.top.truncate(settings.top_keys);
-        report.lacks =
-            describe_missing_fields(self.table, &report.field_coverage, self.required_headers);
+        report.lacks = describe_missing_fields(self.table, &report.field_coverage);
         report.refused_then = report.field_coverage.answered_429;
         let peaks = self.peaks.as_ref();
         report.evicted_counters =
@@ -164,11 +157,7 @@ impl<'t> PolicySimulator<'t> {
             .field_coverage
             .record_request(request, is_client_hidden);
         if !self.left_out.is_empty() {
-            let check = MissingFieldCheck::new(
-                self.table,
-                &self.report.field_coverage,
-                self.required_headers,
-            );
+            let check = self.report.field_coverage.check(self.table);
             self.left_out.retain(|policy| check.lacks_key(*policy));
         }
         let is_forwarded = self.apply_policies(request, now_us, &headers, &client);
@@ -245,8 +234,9 @@ impl<'t> PolicySimulator<'t> {
 
     fn build_header_map(&self, request: &ReplayRequest<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
+        let names = &self.report.field_coverage.required_headers.names;
         for (header_index, value) in request.headers() {
-            let name = self.required_headers.names.get(header_index);
+            let name = names.get(header_index);
             let name = name.filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
                 headers.append(name.clone(), value);

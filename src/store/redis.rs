@@ -50,8 +50,8 @@ pub use member_list::{FleetMember, MemberDescription, MemberList};
 pub use script_batch::{CallerReply, DecisionBatch};
 pub use scripts::ScriptLibrary;
 pub use settings::{
-    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
-    RedisStreamFuture, RedisTopology, RedisTransport,
+    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStreamFuture,
+    RedisTopology, RedisTransport,
 };
 pub use shared_state::{SharedRedisState, instance_id};
 
@@ -59,7 +59,6 @@ use super::{DecisionFailure, Settlement, SettlementError};
 use crate::limiter::{Decision, PolicyCharges};
 use batcher::DecisionBatcher;
 use connection::{RedisConnectionTarget, RedisNode};
-use connector::AbortOnDropTask;
 use futures_util::future::join_all;
 use live_connection::LiveConnection;
 use routing::{AdmissionHints, ClusterSlotMap, run_slot_map_refresh};
@@ -70,6 +69,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, timeout};
+use tokio_util::task::AbortOnDropHandle;
 use watched_value::WatchedValue;
 
 /// How much longer than `connect_timeout` an inspection waits for the end of a connection attempt.
@@ -81,12 +81,12 @@ pub struct RedisStore {
     shared: Arc<SharedRedisState>,
     pub(super) worker: Arc<WorkerState>,
     /// The task that refreshes the slot map of a cluster.
-    _refresh_task: Option<Arc<AbortOnDropTask>>,
+    _refresh_task: Option<Arc<AbortOnDropHandle<()>>>,
     /// The number of the worker in its process, from 0.
     worker_number: u64,
     /// The tasks that maintain the membership and poll the server info, in the worker that runs
     /// them for the process.
-    membership_tasks: Option<Arc<[AbortOnDropTask; 2]>>,
+    membership_tasks: Option<Arc<[AbortOnDropHandle<()>; 2]>>,
 }
 
 /// What all clones of a worker's handle use.
@@ -143,7 +143,7 @@ impl RedisStore {
         };
         if is_cluster {
             let task = tokio::spawn(run_slot_map_refresh(store.clone()));
-            store._refresh_task = Some(Arc::new(AbortOnDropTask(task)));
+            store._refresh_task = Some(Arc::new(AbortOnDropHandle::new(task)));
         }
         store
     }
@@ -157,7 +157,7 @@ impl RedisStore {
                 tokio::spawn(membership::run_membership(self.clone())),
                 tokio::spawn(server_info::run_server_info_poller(self.clone())),
             ];
-            self.membership_tasks = Some(Arc::new(tasks.map(AbortOnDropTask)));
+            self.membership_tasks = Some(Arc::new(tasks.map(AbortOnDropHandle::new)));
         }
         self
     }
@@ -166,7 +166,7 @@ impl RedisStore {
     /// the membership.
     pub async fn leave_membership(&self) {
         if let Some(membership_tasks) = &self.membership_tasks {
-            membership_tasks.iter().for_each(|task| task.0.abort());
+            membership_tasks.iter().for_each(AbortOnDropHandle::abort);
             membership::write_back_and_remove_member(self).await;
         }
     }

@@ -7,8 +7,12 @@ use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use strum::{EnumString, VariantNames};
-use tracing_subscriber::EnvFilter;
-use tracing_subscriber::reload::Handle;
+use tracing::Subscriber;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::reload::{self, Handle};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, Registry};
 
 /// Settings of the log: format, level and access log.
 #[derive(Clone, Debug, PartialEq)]
@@ -76,61 +80,51 @@ impl fmt::Display for LogLevel {
     }
 }
 
-/// The log level in effect, and the function that changes it.
+/// The log level in effect, and the filter of the log.
 struct LogLevelHandle {
     level: Mutex<LogLevel>,
-    reload_filter: Box<dyn Fn(EnvFilter) -> bool + Send + Sync>,
+    filter: Handle<EnvFilter, Registry>,
 }
 
 static LOG_LEVEL_HANDLE: OnceLock<LogLevelHandle> = OnceLock::new();
 
-impl LogLevelHandle {
-    fn new<S: 'static>(level: &LogLevel, handle: Handle<EnvFilter, S>) -> Self {
-        let reload_filter = Box::new(move |filter| handle.reload(filter).is_ok());
-        Self {
-            level: Mutex::new(level.clone()),
-            reload_filter,
-        }
-    }
-}
-
 /// Initializes logging for the process. Only the first call has an effect.
 pub fn init_logging(settings: &LogSettings) {
     start_log_writer();
-    // Colours are off, so every escape sequence in the log comes from input and is escaped.
-    // Internal errors are not logged, because a failed write to stderr would panic.
-    let builder = tracing_subscriber::fmt()
-        .with_env_filter(settings.level.to_env_filter())
-        .with_ansi(false)
-        .log_internal_errors(false);
-    let format = settings.format;
+    let (filter, handle) = reload::Layer::new(settings.level.to_env_filter());
+    let subscriber = tracing_subscriber::registry().with(filter);
+    let log = subscriber.with(new_log_layer(settings.format, || LogSink));
+    match log.try_init() {
+        Ok(()) => drop(LOG_LEVEL_HANDLE.set(LogLevelHandle {
+            level: Mutex::new(settings.level.clone()),
+            filter: handle,
+        })),
+        Err(error) => tracing::debug!(%error, "logging is already initialized"),
+    }
+}
+
+/// Writes records in the format to writers that `new_writer` returns. Colours are off, so every
+/// escape sequence in the log comes from input and is escaped. Internal errors are not logged,
+/// because a failed write to stderr would panic.
+fn new_log_layer<S, W>(
+    format: LogFormat,
+    new_writer: impl Fn() -> W + Send + Sync + 'static,
+) -> Box<dyn Layer<S> + Send + Sync>
+where
+    S: Subscriber + for<'s> LookupSpan<'s>,
+    W: Write + 'static,
+{
     let writer = move || EscapingWriter {
-        inner: LogSink,
+        inner: new_writer(),
         format,
     };
-    let (level_handle, result) = match settings.format {
-        LogFormat::Json => {
-            let builder = builder
-                .json()
-                .flatten_event(true)
-                .with_writer(writer)
-                .with_filter_reloading();
-            (
-                LogLevelHandle::new(&settings.level, builder.reload_handle()),
-                builder.try_init(),
-            )
-        }
-        LogFormat::Text => {
-            let builder = builder.with_writer(writer).with_filter_reloading();
-            (
-                LogLevelHandle::new(&settings.level, builder.reload_handle()),
-                builder.try_init(),
-            )
-        }
-    };
-    match result {
-        Ok(()) => drop(LOG_LEVEL_HANDLE.set(level_handle)),
-        Err(error) => tracing::debug!(%error, "logging is already initialized"),
+    let layer = tracing_subscriber::fmt::layer()
+        .with_ansi(false)
+        .log_internal_errors(false)
+        .with_writer(writer);
+    match format {
+        LogFormat::Json => layer.json().flatten_event(true).boxed(),
+        LogFormat::Text => layer.boxed(),
     }
 }
 
@@ -148,7 +142,7 @@ pub fn set_log_level(level: LogLevel) -> bool {
         return false;
     };
     let mut current = level_handle.level.lock();
-    let reloaded = (level_handle.reload_filter)(level.to_env_filter());
+    let reloaded = level_handle.filter.reload(level.to_env_filter()).is_ok();
     if reloaded {
         tracing::info!(from = %current, to = %level, "log level changed");
         *current = level;
@@ -262,25 +256,9 @@ mod tests {
     fn format_hostile_record(format: LogFormat) -> String {
         let captured = CapturedLog::default();
         let copy = captured.clone();
-        let writer = move || EscapingWriter {
-            inner: copy.clone(),
-            format,
-        };
         let log = || tracing::info!(field = %HOSTILE, text = HOSTILE, debug = ?HOSTILE, "message {HOSTILE}");
-        let builder = tracing_subscriber::fmt().with_ansi(false);
-        match format {
-            LogFormat::Json => tracing::subscriber::with_default(
-                builder
-                    .json()
-                    .flatten_event(true)
-                    .with_writer(writer)
-                    .finish(),
-                log,
-            ),
-            LogFormat::Text => {
-                tracing::subscriber::with_default(builder.with_writer(writer).finish(), log)
-            }
-        }
+        let layer = new_log_layer(format, move || copy.clone());
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), log);
         let bytes = captured.0.lock().unwrap().clone();
         String::from_utf8(bytes).unwrap()
     }

@@ -56,15 +56,26 @@ impl Tracer {
     pub fn start(settings: &TraceSettings, resource: Resource) -> io::Result<(Self, ExportHandle)> {
         let (queue, recorded) = mpsc::channel(QUEUE_CAPACITY);
         let counters = Arc::<SpanExportCounters>::default();
-        let collector = CollectorClient::new(OtlpSignal::Traces, settings.collector.clone());
-        let exporter = start_export(collector, resource, Arc::clone(&counters), recorded)?;
+        let worker = SpanExportWorker {
+            collector: CollectorClient::new(OtlpSignal::Traces, settings.collector.clone()),
+            resource,
+            counters: Arc::clone(&counters),
+        };
+        let (handle, stopped, done) = ExportHandle::new(OtlpSignal::Traces);
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        thread::Builder::new()
+            .name("trace".to_owned())
+            .spawn(move || {
+                runtime.block_on(worker.run(recorded, stopped));
+                drop(done);
+            })?;
         let inner = SharedTracer {
             sample_ratio: settings.sample_ratio,
             clock: Clock::system(),
             queue,
             counters,
         };
-        Ok((Self(Arc::new(inner)), exporter))
+        Ok((Self(Arc::new(inner)), handle))
     }
 
     /// Returns the numbers of spans since the start, by export result.
@@ -101,29 +112,6 @@ struct SpanExportWorker {
     collector: CollectorClient,
     resource: Resource,
     counters: Arc<SpanExportCounters>,
-}
-
-/// Starts the export thread, which exports what is queued.
-fn start_export(
-    collector: CollectorClient,
-    resource: Resource,
-    counters: Arc<SpanExportCounters>,
-    queue: mpsc::Receiver<Vec<Span>>,
-) -> io::Result<ExportHandle> {
-    let (handle, stopped, done) = ExportHandle::new(OtlpSignal::Traces);
-    let runtime = Builder::new_current_thread().enable_all().build()?;
-    let worker = SpanExportWorker {
-        collector,
-        resource,
-        counters,
-    };
-    thread::Builder::new()
-        .name("trace".to_owned())
-        .spawn(move || {
-            runtime.block_on(worker.run(queue, stopped));
-            drop(done);
-        })?;
-    Ok(handle)
 }
 
 /// Adds queued requests to the batch until the batch is full, or the queue is closed and empty.

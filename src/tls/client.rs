@@ -1,7 +1,6 @@
 //! TLS towards a server: configuration and the name to verify.
 
 use super::TrustedCertificates;
-use std::fmt;
 use std::io;
 use std::sync::Arc;
 use tokio_rustls::TlsConnector;
@@ -15,7 +14,7 @@ use tokio_rustls::rustls::{ClientConfig, Error};
 type ClientTlsIdentity = (Vec<CertificateDer<'static>>, PrivateKeyDer<'static>);
 
 /// TLS client settings for one server.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ClientTls {
     config: Arc<ClientConfig>,
     server_name: Option<ServerName<'static>>,
@@ -160,11 +159,3 @@ impl PartialEq for ClientTls {
 }
 
 impl Eq for ClientTls {}
-
-impl fmt::Debug for ClientTls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ClientTls")
-            .field("server_name", &self.server_name)
-            .finish_non_exhaustive()
-    }
-}

@@ -6,7 +6,6 @@ use super::certificate::{
 use super::trusted_certificates::{TrustedCertificates, TrustedClientVerifier};
 use arc_swap::ArcSwapOption;
 use sha2::{Digest, Sha256};
-use std::fmt;
 use std::sync::Arc;
 use strum::{EnumString, VariantNames};
 use tokio_rustls::rustls::crypto::aws_lc_rs::{self, Ticketer};
@@ -20,10 +19,11 @@ use tokio_rustls::rustls::sign::CertifiedKey;
 use tokio_rustls::rustls::{Error, ServerConfig};
 
 /// Client certificate requirement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumString, VariantNames)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
 #[strum(serialize_all = "snake_case")]
 pub enum ClientAuth {
     /// No certificate is requested.
+    #[default]
     None,
     /// A certificate is requested. It may be missing, but must be valid if present.
     Optional,
@@ -32,7 +32,7 @@ pub enum ClientAuth {
 }
 
 /// Rules for client certificates.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct ClientAuthSettings {
     pub auth: ClientAuth,
     /// PEM trust roots. Required unless `auth` is [`ClientAuth::None`].
@@ -55,8 +55,9 @@ pub struct RevocationLists {
 pub type ReloadableServerTls = Arc<ArcSwapOption<ServerTls>>;
 
 /// Server certificate with its chain and its private key.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub struct ServerIdentity {
+    /// Its debug output omits the private key.
     key: Arc<CertifiedKey>,
     /// End-entity certificate of the chain.
     pub certificate: ParsedCertificate,
@@ -66,6 +67,7 @@ pub struct ServerIdentity {
 }
 
 /// TLS server settings: a set of certificates and one session ticket key.
+#[derive(Debug)]
 pub struct ServerTls {
     pub config: Arc<ServerConfig>,
     /// Source of each certificate and earliest expiry of its chain, in seconds since the Unix
@@ -119,15 +121,6 @@ impl ServerIdentity {
         let mut names = self.certificate.dns_names.iter();
         name.split_once('.')
             .is_some_and(|(_, parent)| names.any(|own| own.strip_prefix("*.") == Some(parent)))
-    }
-}
-
-/// The debug output omits the private key.
-impl fmt::Debug for ServerIdentity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerIdentity")
-            .field("certificate", &self.certificate)
-            .finish_non_exhaustive()
     }
 }
 
@@ -190,14 +183,6 @@ impl ServerTls {
 impl PartialEq for ServerTls {
     fn eq(&self, other: &Self) -> bool {
         self.digest == other.digest
-    }
-}
-
-impl fmt::Debug for ServerTls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ServerTls")
-            .field("expiries", &self.certificate_expiries)
-            .finish_non_exhaustive()
     }
 }
 

@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 use tidegate::clock::ClockSteps;
-use tidegate::store::redis::{RedisAddress, RedisStream, RedisStreamFuture, RedisTransport};
+use tidegate::http_client;
+use tidegate::store::redis::{RedisAddress, RedisStreamFuture, RedisTransport};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::Notify;
 use tokio::time::{Instant, Sleep, sleep_until};
@@ -153,7 +154,7 @@ impl RedisTransport for SimulatedTransport {
                 unread: Vec::new(),
             };
             match std::future::poll_fn(|context| stream.poll_delivery(context)).await {
-                Delivery::Established => Ok(Box::new(stream) as Box<dyn RedisStream>),
+                Delivery::Established => Ok(Box::new(stream) as Box<dyn http_client::ClientStream>),
                 _ => Err(io::ErrorKind::ConnectionRefused.into()),
             }
         })

@@ -39,7 +39,7 @@ fn sample(openapi: &Value, schema: &Value) -> Value {
 
 #[track_caller]
 fn reads_and_writes_all_fields<T: Serialize + DeserializeOwned>(schema: &str) {
-    let openapi: Value = serde_json::from_str(crate::admin::queries::OPENAPI_JSON).unwrap();
+    let openapi: Value = serde_json::from_str(crate::admin::routes::OPENAPI_JSON).unwrap();
     let sample = sample(&openapi, &openapi["components"]["schemas"][schema]);
     let read: T = serde_json::from_value(sample.clone()).unwrap();
     assert_eq!(json!(read), sample, "{schema}");

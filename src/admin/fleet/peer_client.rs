@@ -23,54 +23,40 @@ const MAX_SUMMARY_BYTES: usize = 256 << 10;
 
 /// Maximum number of name lookups at a time. A lookup uses a blocking thread until the resolver
 /// gives up, after the request has timed out. Reloads and `/metrics` need these threads, too.
-const MAX_CONCURRENT_LOOKUPS: usize = 4;
+pub(super) const MAX_CONCURRENT_LOOKUPS: usize = 4;
 
-/// Sends requests to other instances.
-#[derive(Debug)]
-pub(super) struct PeerClient {
-    lookup_permits: Arc<Semaphore>,
+/// Fetches the summary of the instance at `address`, a host and a port.
+///
+/// # Errors
+/// Returns the reason, as a sentence about the instance.
+pub(super) async fn fetch_summary(
+    lookup_permits: &Arc<Semaphore>,
+    address: &str,
+    credential: Option<&SecretText>,
+) -> Result<Bytes, String> {
+    let answer = async {
+        let addresses = look_up(lookup_permits, address).await?;
+        send_request(&addresses, credential).await
+    };
+    timeout(REQUEST_TIMEOUT, answer)
+        .await
+        .unwrap_or_else(|_elapsed| Err("it did not answer within 1 s".to_owned()))
 }
 
-impl PeerClient {
-    pub(super) fn new() -> Self {
-        Self {
-            lookup_permits: Arc::new(Semaphore::new(MAX_CONCURRENT_LOOKUPS)),
-        }
+/// Returns the socket addresses of a host and a port.
+async fn look_up(permits: &Arc<Semaphore>, address: &str) -> Result<Vec<SocketAddr>, String> {
+    if let Ok(address) = address.parse() {
+        return Ok(vec![address]);
     }
-
-    /// Fetches the summary of the instance at `address`, a host and a port.
-    ///
-    /// # Errors
-    /// Returns the reason, as a sentence about the instance.
-    pub(super) async fn fetch_summary(
-        &self,
-        address: &str,
-        credential: Option<&SecretText>,
-    ) -> Result<Bytes, String> {
-        let answer = async {
-            let addresses = self.look_up(address).await?;
-            send_request(&addresses, credential).await
-        };
-        timeout(REQUEST_TIMEOUT, answer)
-            .await
-            .unwrap_or_else(|_elapsed| Err("it did not answer within 1 s".to_owned()))
-    }
-
-    /// Returns the socket addresses of a host and a port.
-    async fn look_up(&self, address: &str) -> Result<Vec<SocketAddr>, String> {
-        if let Ok(address) = address.parse() {
-            return Ok(vec![address]);
-        }
-        let permit = Arc::clone(&self.lookup_permits).acquire_owned().await;
-        let name = address.to_owned();
-        // The lookup keeps its permit when the request has timed out.
-        let lookup = tokio::spawn(async move {
-            let _permit = permit;
-            let found = lookup_host(name).await;
-            found.map(|addresses| addresses.collect::<Vec<_>>())
-        });
-        lookup.await.map_err(to_reason)?.map_err(to_reason)
-    }
+    let permit = Arc::clone(permits).acquire_owned().await;
+    let name = address.to_owned();
+    // The lookup keeps its permit when the request has timed out.
+    let lookup = tokio::spawn(async move {
+        let _permit = permit;
+        let found = lookup_host(name).await;
+        found.map(|addresses| addresses.collect::<Vec<_>>())
+    });
+    lookup.await.map_err(to_reason)?.map_err(to_reason)
 }
 
 async fn send_request(
@@ -109,14 +95,12 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn lookups_are_bounded_and_addresses_need_none() {
-        let peers = PeerClient::new();
-        let permits = u32::try_from(MAX_CONCURRENT_LOOKUPS).unwrap();
-        let _hanging = peers.lookup_permits.acquire_many(permits).await.unwrap();
+        let permits = Arc::new(Semaphore::new(0));
         assert_eq!(
-            peers.fetch_summary("localhost:1", None).await,
+            fetch_summary(&permits, "localhost:1", None).await,
             Err("it did not answer within 1 s".to_owned())
         );
-        let addresses = peers.look_up("127.0.0.1:1").await;
+        let addresses = look_up(&permits, "127.0.0.1:1").await;
         assert_eq!(addresses, Ok(vec!["127.0.0.1:1".parse().unwrap()]));
     }
 }

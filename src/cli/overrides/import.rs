@@ -10,7 +10,7 @@ use crate::app::key_status::find_limiting_policy;
 use crate::app::overrides::{
     FIELD_NAMES, OverrideInput, amounts_by_limit, override_from_json, resolve_override,
 };
-use crate::cli::output::{CommandError, format_answer, new_progress_bar};
+use crate::cli::output::{CommandError, CommandOutput, new_progress_bar};
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::limiter::{KeyOverride, MAX_UNITS};
@@ -52,8 +52,7 @@ pub(super) async fn import_overrides(
     store: &StoreClient,
     config: &Config,
     arguments: &ImportArguments,
-    as_json: bool,
-) -> Result<String, CommandError> {
+) -> Result<CommandOutput, CommandError> {
     let now_us = Clock::system().now_us();
     let records = open_records(&arguments.file, now_us)?;
     let progress = new_progress_bar(None, 4, "{spinner} {human_pos} set, {per_sec}, {elapsed}");
@@ -94,12 +93,8 @@ pub(super) async fn import_overrides(
         };
         return Err(CommandError::Message(format!("{wrong}; {set}")));
     }
-    let format_text = |_: &Value| format!("{} set\n", count_noun(set_count, "override"));
-    Ok(format_answer(
-        &json!({ "set": set_count }),
-        format_text,
-        as_json,
-    ))
+    let text = format!("{} set\n", count_noun(set_count, "override"));
+    Ok(CommandOutput::new(&json!({ "set": set_count }), text))
 }
 
 /// Drops empty values beyond the key of the policy: their columns belong to other policies.

@@ -7,7 +7,7 @@ use crate::app::override_store::{OverrideChange, OverrideStore};
 use crate::app::overrides::{describe_stored_override, override_from_document};
 use crate::cli::admin_client::{AdminClient, build_target};
 use crate::cli::output::{CommandError, print_audit_line};
-use crate::config::{Config, ConfigSources, StoreSettings};
+use crate::config::{Config, StoreSettings};
 use crate::limiter::Key;
 use crate::policy::{Policy, PolicyTable};
 use crate::store::StoredOverride;
@@ -27,17 +27,14 @@ pub(crate) enum StoreClient {
 
 impl StoreClient {
     /// Opens the overrides of the configured store.
-    pub(crate) async fn open(
-        sources: &ConfigSources,
-        config: &Config,
-    ) -> Result<Self, CommandError> {
+    pub(crate) async fn open(config: &Config) -> Result<Self, CommandError> {
         match &config.store {
             StoreSettings::Redis(_) => {
                 let backend = StoreBackend::new(&config.store);
                 Ok(Self::Redis(OverrideStore::open(&backend).await?))
             }
             StoreSettings::Memory(_) => {
-                let client = AdminClient::from_sources(sources)?;
+                let client = AdminClient::from_settings(&config.admin)?;
                 Ok(Self::AdminPort(client, Arc::clone(&config.policy_table)))
             }
         }

@@ -62,12 +62,7 @@ fn check_keys_without_files(reader: &TableReader<'_>) -> Option<ServerTls> {
             is_set
         })
     });
-    let clients = ClientAuthSettings {
-        auth: ClientAuth::None,
-        ca: None,
-        crl: None,
-        forwards_certificate: false,
-    };
+    let clients = ClientAuthSettings::default();
     are_set.then(|| ServerTls::new(Vec::new(), &clients).ok())?
 }
 

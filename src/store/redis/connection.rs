@@ -5,7 +5,7 @@
 //! and it keeps connections to a hung server or a demoted master.
 
 use super::access::RedisAccess;
-use super::connector::{self, AbortOnDropTask};
+use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind, within};
 use super::live_connection::{LiveConnection, is_proxy_refusal};
 use super::scripts::{ScriptLibrary, ServerClock};
@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::{OnceCell, mpsc};
 use tokio::time::{Instant, sleep, timeout};
+use tokio_util::task::AbortOnDropHandle;
 
 /// Bounds of the pause between connection attempts. The pause doubles up to the maximum, with
 /// jitter down to half of it. The first pause after a stable connection has jitter down to 0.
@@ -84,7 +85,7 @@ impl RedisConnectionTarget {
 #[derive(Debug)]
 pub(crate) struct RedisNode {
     supervision: Arc<ConnectionSupervision>,
-    supervisor: AbortOnDropTask,
+    supervisor: AbortOnDropHandle<()>,
     /// Consecutive failures, after which the connection is replaced and probed: the circuit breaker
     /// of one node of a cluster.
     consecutive_failures: AtomicU32,
@@ -119,7 +120,7 @@ impl ConnectionState {
 /// What the supervisor needs of a connection that it has opened.
 pub(super) struct OpenedConnection {
     pub(super) live: LiveConnection,
-    pub(super) driver: AbortOnDropTask,
+    pub(super) driver: AbortOnDropHandle<()>,
     address: RedisAddress,
     /// The credentials that the probe succeeded with.
     login: RedisCredentials,
@@ -141,7 +142,7 @@ impl RedisNode {
         let supervisor = tokio::spawn(Arc::clone(&supervision).supervise());
         Self {
             supervision,
-            supervisor: AbortOnDropTask(supervisor),
+            supervisor: AbortOnDropHandle::new(supervisor),
             consecutive_failures: AtomicU32::new(0),
             connect_by,
         }
@@ -205,7 +206,7 @@ impl RedisNode {
     /// Stops the supervisor. If the connection was lost, the circuit breaker stops counting it as
     /// lost.
     pub(super) fn stop(&self) {
-        self.supervisor.0.abort();
+        self.supervisor.abort();
         if self.supervision.state.get().is_lost() {
             self.supervision.shared.breaker.record_connection_restored();
         }
@@ -269,7 +270,7 @@ impl ConnectionSupervision {
         }
         tokio::select! {
             biased;
-            _ = &mut opened.driver.0 => RedisErrorKind::Connection.into(),
+            _ = &mut opened.driver => RedisErrorKind::Connection.into(),
             kind = opened.replacement_receiver.recv() => kind.unwrap_or(RedisErrorKind::Connection).into(),
             () = self.probe_while_breaker_is_open(&live) => RedisErrorKind::Connection.into(),
             () = self.renew_logins(&live, address, opened.login) => RedisErrorKind::NoAuth.into(),

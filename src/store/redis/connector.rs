@@ -1,18 +1,17 @@
 //! Opens one connection to one server: name resolution, socket, TLS, login.
 
 use super::error::{RedisConnectionError, RedisErrorKind};
-use super::settings::{
-    RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings, RedisStream,
-};
+use super::settings::{RedisAddress, RedisCredentials, RedisDialer, RedisPassword, RedisSettings};
+use crate::http_client::ClientStream;
 use crate::tls::ClientTls;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo};
 use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio::net::{TcpStream, UnixStream};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
+use tokio_util::task::AbortOnDropHandle;
 
 /// Maximum number of commands that can be queued for the socket.
 const PIPELINE_BUFFER_SIZE: usize = 1024;
@@ -30,10 +29,6 @@ const MAX_REFUSAL_BYTES: u64 = 512;
 /// Time that a server has to state why it refuses a connection.
 const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// A task that is aborted when its owner is dropped.
-#[derive(Debug)]
-pub(super) struct AbortOnDropTask(pub(super) JoinHandle<()>);
-
 /// Opens a connection, logs in and selects the database. Returns it with the task that drives it.
 /// `connect_timeout` limits one attempt only in part: the caller sets the overall deadline.
 pub(super) async fn open_connection(
@@ -41,8 +36,8 @@ pub(super) async fn open_connection(
     settings: &RedisSettings,
     credentials: &RedisCredentials,
     database: i64,
-) -> Result<(MultiplexedConnection, AbortOnDropTask), RedisConnectionError> {
-    let stream: Box<dyn RedisStream> = match (&settings.dialer, address) {
+) -> Result<(MultiplexedConnection, AbortOnDropHandle<()>), RedisConnectionError> {
+    let stream: Box<dyn ClientStream> = match (&settings.dialer, address) {
         (RedisDialer::Simulated(transport), _) => transport.connect(address).await?,
         (_, RedisAddress::Unix(path)) => Box::new(UnixStream::connect(path).await?),
         (_, RedisAddress::Tcp { host, port }) => {
@@ -70,7 +65,7 @@ pub(super) async fn open_connection(
         .set_pipeline_buffer_size(PIPELINE_BUFFER_SIZE);
     let (mut connection, driver) =
         MultiplexedConnection::new_with_config(&connection_info, stream, config).await?;
-    let driver = AbortOnDropTask(tokio::spawn(driver));
+    let driver = AbortOnDropHandle::new(tokio::spawn(driver));
     log_in(&mut connection, credentials).await?;
     if database != 0 {
         let mut select = redis::cmd("SELECT");
@@ -162,10 +157,4 @@ fn set_socket_options(socket: &TcpStream, connect_timeout: Duration) -> std::io:
     #[cfg(target_os = "linux")]
     socket.set_tcp_user_timeout(Some(connect_timeout.max(MIN_TCP_USER_TIMEOUT)))?;
     Ok(())
-}
-
-impl Drop for AbortOnDropTask {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }

@@ -5,7 +5,7 @@
 //! and [`choose_master`] decides. See `docs/decisions/0022-redis-connections.md`.
 
 use super::access::RedisAccess;
-use super::connector::{self, AbortOnDropTask};
+use super::connector;
 use super::error::{RedisConnectionError, RedisErrorKind, within};
 use super::settings::RedisAddress;
 use super::shared_state::SharedRedisState;
@@ -18,6 +18,7 @@ use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::sleep;
+use tokio_util::task::AbortOnDropHandle;
 
 /// How often a sentinel is asked for the present master, each in turn. An old master accepts
 /// commands for some seconds after a failover, or as long as it is partitioned, and its counts are
@@ -38,7 +39,7 @@ pub(super) struct NamedMaster {
 struct SentinelPoll<'a> {
     sentinel: &'a RedisAddress,
     /// `None` after a failed query.
-    connection: Option<(MultiplexedConnection, AbortOnDropTask)>,
+    connection: Option<(MultiplexedConnection, AbortOnDropHandle<()>)>,
     /// Stays after a failed query, so that a single sentinel left over does not decide alone.
     answer: Option<NamedMaster>,
 }
@@ -136,7 +137,7 @@ impl SentinelPoll<'_> {
 pub(super) async fn connect_and_query(
     access: &RedisAccess,
     sentinel: &RedisAddress,
-) -> Result<((MultiplexedConnection, AbortOnDropTask), NamedMaster), RedisConnectionError> {
+) -> Result<((MultiplexedConnection, AbortOnDropHandle<()>), NamedMaster), RedisConnectionError> {
     let attempt = |login| async move {
         let connected = async {
             let (mut connection, driver) =

@@ -5,7 +5,7 @@ use super::diagnostics::{InfoFields, read_clock_once};
 use super::live_connection::LiveConnection;
 use crate::clock::Clock;
 use crate::telemetry::metrics::RedisServerMetrics;
-use redis::{InfoDict, cmd, from_redis_value};
+use redis::{cmd, from_redis_value};
 use std::time::Duration;
 use tokio::time::{sleep, timeout};
 
@@ -13,18 +13,10 @@ use tokio::time::{sleep, timeout};
 const POLL_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The values of one server; `None` where an ACL forbids the command or no reply came.
-#[derive(Debug, Default, PartialEq)]
+#[derive(Default)]
 struct ServerInfoReply {
-    memory: Option<ServerMemoryInfo>,
+    memory: Option<InfoFields>,
     clock_skew_us: Option<i64>,
-}
-
-#[derive(Debug, PartialEq)]
-struct ServerMemoryInfo {
-    used_bytes: u64,
-    /// 0: no limit.
-    max_bytes: u64,
-    eviction_policy: String,
 }
 
 /// Polls all masters until the task is aborted.
@@ -67,37 +59,27 @@ async fn query_server_info(
     let reading = timeout(call_timeout, read_clock_once(live, clock)).await;
     let reading = reading.ok().and_then(Result::ok).flatten();
     ServerInfoReply {
-        memory: memory.and_then(|reply| parse_memory_info(from_redis_value(reply).ok()?)),
+        memory: memory.and_then(|reply| Some(InfoFields(from_redis_value(reply).ok()?))),
         clock_skew_us: reading.and_then(|reading| reading.ahead_us.checked_neg()),
     }
-}
-
-fn parse_memory_info(info: InfoDict) -> Option<ServerMemoryInfo> {
-    let info = InfoFields(info);
-    Some(ServerMemoryInfo {
-        used_bytes: info.number("used_memory")?,
-        max_bytes: info.number("maxmemory")?,
-        eviction_policy: info.text("maxmemory_policy")?.to_owned(),
-    })
 }
 
 /// Aggregates several masters: memory is the sum, and known if all report it; the clock skew is the
 /// largest.
 fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics {
-    let memory: Option<Vec<&ServerMemoryInfo>> = server_infos
-        .iter()
-        .map(|info| info.memory.as_ref())
-        .collect();
+    let memory = server_infos.iter().map(|info| info.memory.as_ref());
+    let memory: Option<Vec<&InfoFields>> = memory.collect();
     let memory = memory.filter(|servers| !servers.is_empty());
-    let sum = |part: fn(&ServerMemoryInfo) -> Option<u64>| -> Option<u64> {
-        memory.as_ref()?.iter().map(|server| part(server)).sum()
+    let sum = |number: fn(&InfoFields) -> Option<u64>| -> Option<u64> {
+        memory.as_ref()?.iter().map(|info| number(info)).sum()
     };
     let skews = server_infos.iter().filter_map(|info| info.clock_skew_us);
     RedisServerMetrics {
-        memory_bytes: sum(|server| Some(server.used_bytes)),
-        memory_max_bytes: sum(|server| Some(server.max_bytes).filter(|bytes| *bytes > 0)),
+        memory_bytes: sum(|info| info.number("used_memory")),
+        // 0: no limit.
+        memory_max_bytes: sum(|info| info.number("maxmemory").filter(|bytes| *bytes > 0)),
         clock_skew_us: skews.max_by_key(|skew| skew.unsigned_abs()),
-        may_evict: memory.map(|servers| servers.iter().any(|server| server.may_evict())),
+        may_evict: memory.map(|infos| infos.iter().any(|info| evicting_policy(info).is_some())),
         ..RedisServerMetrics::default()
     }
 }
@@ -105,61 +87,51 @@ fn aggregate_server_info(server_infos: &[ServerInfoReply]) -> RedisServerMetrics
 /// Warns once per change of the policy: a Redis that evicts keys loses usage.
 fn warn_about_eviction(server_infos: &[ServerInfoReply], warned_policy: &mut Option<String>) {
     let memories = || server_infos.iter().filter_map(|info| info.memory.as_ref());
-    let Some(server) = memories().find(|server| server.may_evict()) else {
+    let Some(policy) = memories().find_map(evicting_policy) else {
         // A server without a reply may still evict keys.
         if memories().next().is_some() {
             *warned_policy = None;
         }
         return;
     };
-    let policy = &server.eviction_policy;
-    if warned_policy.as_ref() != Some(policy) {
+    if warned_policy.as_deref() != Some(policy) {
         tracing::warn!(
             maxmemory_policy = policy,
             "redis may evict counters and so admit more than the limits; set maxmemory-policy noeviction"
         );
-        *warned_policy = Some(policy.clone());
+        *warned_policy = Some(policy.to_owned());
     }
 }
 
-impl ServerMemoryInfo {
-    fn may_evict(&self) -> bool {
-        self.eviction_policy != "noeviction"
-    }
+/// The eviction policy of a server that may evict keys.
+fn evicting_policy(info: &InfoFields) -> Option<&str> {
+    let policy = info.text("maxmemory_policy");
+    policy.filter(|policy| *policy != "noeviction")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use redis::InfoDict;
 
     fn server_info(used: u64, max: u64, eviction_policy: &str, skew: i64) -> ServerInfoReply {
+        let memory = format!(
+            "# Memory\r\nused_memory:{used}\r\nused_memory_human:1.00M\r\nmaxmemory:{max}\r\n\
+             maxmemory_human:2.00M\r\nmaxmemory_policy:{eviction_policy}\r\n"
+        );
         ServerInfoReply {
-            memory: Some(ServerMemoryInfo {
-                used_bytes: used,
-                max_bytes: max,
-                eviction_policy: eviction_policy.to_owned(),
-            }),
+            memory: Some(InfoFields(InfoDict::new(&memory))),
             clock_skew_us: Some(skew),
         }
     }
 
     #[test]
-    fn parses_info_memory() {
-        let info = "# Memory\r\nused_memory:1048576\r\nused_memory_human:1.00M\r\nmaxmemory:2097152\r\n\
-                    maxmemory_human:2.00M\r\nmaxmemory_policy:allkeys-lru\r\n";
-        let memory = parse_memory_info(InfoDict::new(info));
-        assert_eq!(
-            memory,
-            Some(ServerMemoryInfo {
-                used_bytes: 1 << 20,
-                max_bytes: 2 << 20,
-                eviction_policy: "allkeys-lru".to_owned()
-            })
-        );
-        assert_eq!(
-            parse_memory_info(InfoDict::new("used_memory:many\r\n")),
-            None
-        );
+    fn unreadable_memory_is_not_reported() {
+        let unreadable = ServerInfoReply {
+            memory: Some(InfoFields(InfoDict::new("used_memory:many\r\n"))),
+            clock_skew_us: None,
+        };
+        assert_eq!(aggregate_server_info(&[unreadable]).memory_bytes, None);
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The settings of the Redis store: topology, addresses, login and timeouts.
 
+use crate::http_client::ClientStream;
 use crate::store::MemorySettings;
 use crate::text::SecretText;
 use crate::tls::ClientTls;
@@ -9,7 +10,6 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite};
 
 /// Which Redis to use, and how long to wait for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,13 +51,9 @@ pub enum RedisDialer {
     Simulated(Arc<dyn RedisTransport>),
 }
 
-/// A byte stream to a server, in place of a socket.
-pub trait RedisStream: AsyncRead + AsyncWrite + Unpin + Send {}
-
-impl<S: AsyncRead + AsyncWrite + Unpin + Send> RedisStream for S {}
-
 /// A connection attempt.
-pub type RedisStreamFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn RedisStream>>> + Send>>;
+pub type RedisStreamFuture =
+    Pin<Box<dyn Future<Output = io::Result<Box<dyn ClientStream>>> + Send>>;
 
 /// Opens byte streams to servers in place of the network.
 pub trait RedisTransport: fmt::Debug + Send + Sync {
@@ -112,7 +108,7 @@ pub type RedisPassword = SecretText;
 
 impl RedisSettings {
     /// The name of the master in the sentinels' configuration; `None` for other topologies.
-    pub(super) fn sentinel_master(&self) -> Option<&str> {
+    pub fn sentinel_master(&self) -> Option<&str> {
         match &self.topology {
             RedisTopology::Sentinel { master, .. } => Some(master),
             RedisTopology::Standalone | RedisTopology::Cluster => None,

@@ -36,7 +36,7 @@ pub fn instance_id() -> &'static str {
 #[derive(Debug)]
 pub struct SharedRedisState {
     /// The settings at the start. Their logins and TLS may be outdated: connections use `access`.
-    pub(super) settings: RedisSettings,
+    pub settings: RedisSettings,
     /// The logins and TLS in use.
     pub(super) access: WatchedValue<Arc<RedisAccess>>,
     pub(super) scripts: ScriptLibrary,
@@ -119,10 +119,6 @@ impl SharedRedisState {
     /// membership; later calls have no effect.
     pub fn describe_member(&self, description: MemberDescription) {
         self.member_description.get_or_init(|| description);
-    }
-
-    pub fn settings(&self) -> &RedisSettings {
-        &self.settings
     }
 
     /// The settings with the logins and TLS in use.
