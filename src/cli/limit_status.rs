@@ -64,10 +64,10 @@ pub(super) fn format_limit_status(limit: &LimitDocument) -> String {
     let growth = usage.grows_in_s.map_or_else(String::new, |seconds| {
         format!(", more in {}", format_wait(seconds_to_micros(seconds)))
     });
-    format!(
-        "{name:<16} {quota:<32} {} left{growth}{source}",
-        usage.remaining
-    )
+    let unit = limit.details.get("unit").and_then(|unit| unit.as_str());
+    let unit = unit.map_or_else(String::new, |unit| format!(" {}", unit.escape_debug()));
+    let remaining = usage.remaining;
+    format!("{name:<16} {quota:<32} {remaining}{unit} left{growth}{source}")
 }
 
 /// That a request may state other amounts, if the limit has them from requests.

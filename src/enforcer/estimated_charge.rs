@@ -95,8 +95,8 @@ impl EstimatedCharge {
         self.exhausts_limit && !self.reads_body()
     }
 
-    /// Keeps the estimate, because the response reports no cost.
-    pub fn keep_unreported(self) {
+    /// Counts a response that does not report its cost.
+    pub fn record_unreported(&self) {
         self.settlements.record_unreported_cost();
         static LOG: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(LOG_INTERVAL));
         if let Some(count) = LOG.record_occurrence(Instant::now()) {

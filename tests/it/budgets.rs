@@ -3,6 +3,7 @@
 
 use crate::support::prelude::*;
 use serde_json::json;
+use std::future::ready;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -169,7 +170,7 @@ slice = 50
 
 /// Streams events of 200 bytes: those of `/usage/COUNT` report the usage so far, 50 units an event.
 /// `ended` is set when the proxy wants no more.
-async fn stream_events(request: Request<Incoming>, ended: Arc<AtomicBool>) -> UpstreamResponse {
+fn stream_events(request: &Request<Incoming>, ended: Arc<AtomicBool>) -> UpstreamResponse {
     let path = request.uri().path().to_owned();
     let (kind, count) = path[1..].split_once('/').unwrap();
     let (kind, count) = (kind.to_owned(), count.parse::<u64>().unwrap());
@@ -205,7 +206,7 @@ async fn a_stream_ends_after_a_whole_event_when_its_key_has_nothing_left() {
             let redis = in_redis.then(RedisServer::start);
             let ended = Arc::new(AtomicBool::new(false));
             let set_ended = Arc::clone(&ended);
-            let handler = move |request| stream_events(request, Arc::clone(&set_ended));
+            let handler = move |request| ready(stream_events(&request, Arc::clone(&set_ended)));
             let upstream = Upstream::with_handler(handler).await;
             let proxy = Proxy::start(&with_store(redis.as_ref(), CUT_OFF), upstream.address).await;
             let response = proxy.get(path).await;
@@ -244,7 +245,7 @@ async fn a_stream_ends_after_a_whole_event_when_its_key_has_nothing_left() {
 
 #[tokio::test]
 async fn another_body_is_aborted_and_a_stream_within_its_quota_is_settled() {
-    let handler = |request| stream_events(request, Arc::default());
+    let handler = |request| ready(stream_events(&request, Arc::default()));
     let upstream = Upstream::with_handler(handler).await;
     let config = CUT_OFF.replace("1000", "5000");
     let proxy = Proxy::start(&config, upstream.address).await;

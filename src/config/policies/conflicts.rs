@@ -5,7 +5,9 @@ use super::PolicyContext;
 use super::limits::is_concurrency_limit;
 use crate::config::table_reader::{TableReader, report};
 use crate::limiter::Algorithm;
-use crate::policy::{CostSource, KeyPart, NamedLimit, OnStoreFailure, PolicyMode, Quota};
+use crate::policy::{
+    CostSource, Estimate, KeyPart, NamedLimit, OnStoreFailure, PolicyMode, Quota, ReportSource,
+};
 
 /// What a policy applies to, and how.
 #[derive(Clone, Copy)]
@@ -105,12 +107,27 @@ pub(super) fn report_conflicts(
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
         Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
         Warning("cost") if quota.cost.min_units() == 0 => "requests with cost 0 are never limited";
+        Warning("cost") if cuts_off && is_watching => "cut_off without effect: a policy in mode \"{mode}\" ends no response";
+        Warning("cost") if is_low_estimate(quota) => "the estimate is far below what responses with token counts report, and requests in flight at the same time overspend by the difference; expected about the usual cost, or an estimate from the request such as {{ request_json = \"/max_tokens\", default = 500, max = 8000 }}";
         Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";
         Warning("lease") if leases && is_watching => "without effect: a policy in mode \"{mode}\" counts each request in the store";
         Warning("lease") if leases && !is_watching && context.uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";
         Warning("shards") if is_sharded && !context.uses_redis_cluster => "without effect: sharding needs a Redis Cluster";
         Warning("shards") if is_sharded && kind.mode != PolicyMode::Enforce => "in mode \"{mode}\" a policy asks only one shard, so it reports more rejections than enforcement would cause";
     }
+}
+
+/// Whether a fixed estimate is tiny beside limits of units that response bodies report.
+fn is_low_estimate(quota: &Quota) -> bool {
+    let Some(cost) = quota.cost.as_estimate() else {
+        return false;
+    };
+    let mut sources = cost.actual.sources();
+    let reports_in_body = sources.any(|source| matches!(source, ReportSource::Json(_)));
+    let mut limits = quota.limits.iter();
+    reports_in_body
+        && matches!(cost.estimate, Estimate::Fixed(1..10))
+        && limits.all(|named| named.limit.requests >= 1000)
 }
 
 /// Reports a part of the key that requests, or calls of the rate-limit service, do not have.

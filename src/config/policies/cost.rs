@@ -115,6 +115,9 @@ fn build_cut_off(reader: &TableReader<'_>) -> Option<Option<CutOff>> {
             Error(key) if !is_on && reader.contains_key(key) => "without effect; expected cut_off = true beside it";
         }
     }
+    report! { reader;
+        Warning("cut_off") if is_on && !reader.contains_key("response_bytes_per_unit") => "4 bytes of a response count as a unit until it reports its cost, and event streams of language models have some 250 bytes for each token; expected response_bytes_per_unit";
+    }
     let cut_off = CutOff {
         slice: reader.read("slice")?,
         bytes_per_unit: reader.read("response_bytes_per_unit")?,
@@ -274,7 +277,15 @@ fn parse_weighted_part(item: &ConfigValue<'_>, context: &PolicyContext) -> Optio
             | KeyPart::Query(_)
             | KeyPart::Cookie(_)
             | KeyPart::Claim(_)),
-        ) => Some(part),
+        ) => {
+            let is_body = matches!(part, KeyPart::Body(_));
+            if !is_body && context.is_client_chosen(&part) {
+                item.report_warning(
+                    "clients choose this value, and so the weight of their requests; expected what the app reads, such as body:/model",
+                );
+            }
+            Some(part)
+        }
         Ok(_) => item.report_error(
             "expected body:/POINTER, header:NAME, query:NAME, cookie:NAME or jwt:CLAIM",
         ),

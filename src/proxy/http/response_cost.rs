@@ -10,10 +10,11 @@ use http::{HeaderMap, HeaderName, StatusCode, response};
 use http_body::Frame;
 use serde_json::json;
 use std::task::{Context, Poll, ready};
+use tokio::task::spawn_local;
 
 use stream_flow::StreamFlow;
 
-use crate::enforcer::EstimatedCharge;
+use crate::enforcer::{EstimatedCharge, SliceDecision};
 use crate::limiter::MAX_UNITS;
 use crate::policy::{
     ActualCost, JsonPointer, JsonPointerScanner, MediaType, ReportSource, parse_whole_number,
@@ -21,8 +22,8 @@ use crate::policy::{
 
 /// Estimated charges of one request that the response body or trailers will settle.
 ///
-/// If the meter is dropped before the response ends, a charge is settled only if the cost read by
-/// then exceeds the estimate: a client cannot reduce its cost by disconnecting.
+/// If the meter is dropped before the response ends, the estimate is the least that a request costs:
+/// a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
 pub(crate) struct CostMeter {
     reports: ResponseReports,
@@ -84,7 +85,8 @@ impl CostMeter {
                 let charge = estimate;
                 charges.push(MeteredCharge { charge, flow });
             } else {
-                reports.settle(estimate);
+                let (reported, used) = (reports.units_for(&estimate), estimate.estimate);
+                settle(estimate, reported, used);
             }
         }
         (!charges.is_empty()).then(|| {
@@ -116,8 +118,12 @@ impl CostMeter {
     /// Settles all charges whose cost was found, after the complete body.
     pub(crate) fn settle(mut self) {
         self.reports.finish_body();
-        for MeteredCharge { charge, .. } in self.charges.drain(..) {
-            self.reports.settle(charge);
+        for MeteredCharge { charge, flow } in self.charges.drain(..) {
+            let (reported, used) = (
+                self.reports.units_for(&charge),
+                used_units(&charge, flow.as_ref()),
+            );
+            settle_after_slice(charge, flow, move |charge| settle(charge, reported, used));
         }
     }
 
@@ -187,13 +193,44 @@ fn format_last_event(charge: &EstimatedCharge, retry_after_s: u64) -> Bytes {
 impl Drop for CostMeter {
     fn drop(&mut self) {
         for MeteredCharge { charge, flow } in self.charges.drain(..) {
-            let used = flow.map(|flow| flow.used(&charge));
-            let units = used.or_else(|| self.reports.units_for(&charge));
-            if let Some(units) = units.filter(|units| *units > charge.charged_units()) {
-                charge.settle(units);
-            }
+            let reported = self.reports.units_for(&charge).unwrap_or_default();
+            let units = used_units(&charge, flow.as_ref()).max(reported);
+            settle_after_slice(charge, flow, move |charge| charge.settle(units));
         }
     }
+}
+
+/// Settles a charge, after the answer to a slice that the store is still asked for.
+fn settle_after_slice(
+    mut charge: EstimatedCharge,
+    flow: Option<StreamFlow>,
+    settle: impl FnOnce(EstimatedCharge) + 'static,
+) {
+    let Some(pending) = flow.and_then(StreamFlow::into_pending) else {
+        return settle(charge);
+    };
+    spawn_local(async move {
+        let decision = pending.await;
+        if let (Some(slices), SliceDecision::Charged(units)) = (&mut charge.slices, decision) {
+            slices.record(units);
+        }
+        settle(charge);
+    });
+}
+
+/// The units that a response has used as far as it was charged while it streamed; at least the
+/// estimate.
+fn used_units(charge: &EstimatedCharge, flow: Option<&StreamFlow>) -> u64 {
+    let used = flow.map_or(0, |flow| flow.used(charge));
+    used.max(charge.estimate)
+}
+
+/// Settles a charge after the response: by the reported cost, or else by what was used.
+fn settle(charge: EstimatedCharge, reported: Option<u64>, used: u64) {
+    if reported.is_none() {
+        charge.record_unreported();
+    }
+    charge.settle(reported.unwrap_or(used));
 }
 
 /// The numbers that one response reports.
@@ -298,14 +335,6 @@ impl ResponseReports {
                 headers.find(|one| one.name == *name)?.units
             }
             ReportSource::Json(pointer) => self.body.as_ref()?.units_at(pointer),
-        }
-    }
-
-    /// Settles a charge after the response. If no cost was reported, the estimate stands.
-    fn settle(&self, charge: EstimatedCharge) {
-        match self.units_for(&charge) {
-            Some(units) => charge.settle(units),
-            None => charge.keep_unreported(),
         }
     }
 }

@@ -48,6 +48,11 @@ impl StreamFlow {
         }
     }
 
+    /// The slice that the store is still asked for.
+    pub(super) fn into_pending(self) -> Option<impl Future<Output = SliceDecision>> {
+        self.pending.map(|pending| pending.0)
+    }
+
     /// Notes further bytes of the body, after which the response has reported `units`.
     pub(super) fn note_bytes(&mut self, bytes: usize, units: Option<u64>) {
         if units != self.reported {
