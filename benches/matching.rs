@@ -180,6 +180,7 @@ impl BenchRequest {
             has_joined_headers: false,
             is_peer_trusted: false,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         }
     }

@@ -166,12 +166,13 @@ impl Policy {
     /// that an ambiguous spelling gains no exemption.
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
-        let skips_unreadable = |quota: &Quota| quota.missing_key == MissingKeyAction::Skip;
-        if (is_exemption || self.quota().is_some_and(skips_unreadable))
-            && self.matcher.unreadable_body_part(facts).is_some()
-        {
-            return Some(UnmetCondition::UnreadableBody);
-        }
+        let skips = |quota: &Quota| quota.missing_key == MissingKeyAction::Skip;
+        let facts = &Facts {
+            unreadable_holds: facts.unreadable_holds
+                && !is_exemption
+                && !self.quota().is_some_and(skips),
+            ..*facts
+        };
         // An app that decodes twice would serve another path than the exempted one.
         if is_exemption && facts.paths.has_nested_escape && self.matcher.reads_path() {
             return Some(UnmetCondition::NestedEscape);
@@ -197,13 +198,18 @@ impl Policy {
         ambiguity.or_else(|| {
             let quota = self.quota()?;
             let part = matcher.unreadable_body_part(facts)?;
+            let strict = Facts {
+                unreadable_holds: false,
+                ..*facts
+            };
             let rejects = quota.missing_key == MissingKeyAction::Reject
-                && self.first_unmet_condition(facts).is_none();
+                && self.first_unmet_condition(facts).is_none()
+                && self.first_unmet_condition(&strict).is_some();
             rejects.then(|| KeyError::UnreadableBody(part.to_string()))
         })
     }
 
-    /// Whether the policy reads the body of such a request, whose body counts as unreadable.
+    /// Whether the policy may apply, whatever the body says. In `facts` the body is unreadable.
     pub fn needs_body(&self, facts: &Facts<'_>) -> bool {
         let mut paths = facts.paths.iter();
         paths.any(|path| self.matcher.matches(facts, path))

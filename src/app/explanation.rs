@@ -63,10 +63,11 @@ pub(crate) async fn explain_request<'t>(
         }
     };
     let store = backend.open_for_inspection().await;
-    let body = read_described_body(description.body.as_bytes(), &parts, table);
+    let facts = inbound.facts(&parts, Some(&certificate));
+    let body = read_described_body(description.body.as_bytes(), &parts, table, &facts);
     let facts = Facts {
         body: body.as_ref(),
-        ..inbound.facts(&parts, Some(&certificate))
+        ..facts
     };
     let explanation = enforcer::explain_request(&store, table, &facts).await;
     let store_error = explanation.store.as_ref().err();
@@ -78,16 +79,21 @@ pub(crate) async fn explain_request<'t>(
     })
 }
 
-/// Reads the body as the proxy does.
+/// Reads the body as the proxy does. `facts` have none.
 fn read_described_body(
     body: &[u8],
     parts: &request::Parts,
     table: &PolicyTable,
+    facts: &Facts<'_>,
 ) -> Option<BodyFacts> {
     let size = u64::try_from(body.len()).ok().filter(|size| *size > 0)?;
-    let policies = table.policies().iter();
-    let most = policies.map(|policy| policy.max_scan).max();
-    let format = BodyFormat::from_headers(&parts.headers).filter(|_| Some(size) <= most);
+    let unread = BodyFacts::unreadable(Some(size));
+    let facts = Facts {
+        body: Some(&unread),
+        ..*facts
+    };
+    let is_short = size <= table.body_bytes_to_read(&facts);
+    let format = BodyFormat::from_headers(&parts.headers).filter(|_| is_short);
     let (pointers, checks) = (table.body_pointers(), table.client.value_checks);
     Some(policy::read_body(body, format, pointers, checks))
 }

@@ -6,6 +6,9 @@ use smallvec::SmallVec;
 use std::future::Future;
 use tokio::time::Instant;
 
+/// Maximum slices of a response that are recorded with their own times.
+const MAX_TAKEN_SLICES: usize = 16;
+
 /// The slices of one policy in which a response is charged beyond its estimate. The store decides
 /// each one, as it decides requests.
 #[derive(Clone, Debug)]
@@ -20,18 +23,18 @@ pub struct StreamSlices {
     pub(super) taken: Vec<TakenSlice>,
 }
 
-/// A slice that was charged.
+/// A slice that was charged, to be recorded by [`StreamSlices::record`].
 #[derive(Clone, Debug)]
-pub(super) struct TakenSlice {
-    pub units: u64,
+pub struct TakenSlice {
+    pub(super) units: u64,
     /// The time at which the charge of each limit counts (µs, store's clock).
-    pub charged_at_us: SmallVec<[u64; 1]>,
+    pub(super) charged_at_us: SmallVec<[u64; 1]>,
 }
 
 /// The decision about a slice.
 #[derive(Debug)]
 pub enum SliceDecision {
-    Charged(TakenUnits),
+    Charged(TakenSlice),
     /// The store did not decide, and the policy lets requests through then. The response settles
     /// what it used.
     Uncharged {
@@ -44,10 +47,6 @@ pub enum SliceDecision {
         retry_after_s: u64,
     },
 }
-
-/// Units that were charged, to be recorded by [`StreamSlices::record`].
-#[derive(Debug)]
-pub struct TakenUnits(TakenSlice);
 
 impl StreamSlices {
     /// Units of a whole slice.
@@ -85,9 +84,14 @@ impl StreamSlices {
     }
 
     /// Records a charged slice, which the settlement corrects. Returns its units.
-    pub fn record(&mut self, TakenUnits(slice): TakenUnits) -> u64 {
+    pub fn record(&mut self, slice: TakenSlice) -> u64 {
         let units = slice.units;
-        self.taken.push(slice);
+        let is_full = self.taken.len() == MAX_TAKEN_SLICES;
+        match self.taken.last_mut().filter(|_| is_full) {
+            // Under the older time, units that are returned count for less, never for more.
+            Some(last) => last.units = last.units.saturating_add(units),
+            None => self.taken.push(slice),
+        }
         units
     }
 
@@ -103,10 +107,10 @@ impl SliceDecision {
         let outcomes = decision.outcomes();
         if decision.admitted {
             let times = outcomes.map(|outcome| outcome.charged_at_us.unwrap_or_default());
-            return Self::Charged(TakenUnits(TakenSlice {
+            return Self::Charged(TakenSlice {
                 units,
                 charged_at_us: times.collect(),
-            }));
+            });
         }
         let remaining = decision.statuses().map(|status| status.remaining).min();
         let refusals = decision.statuses().filter_map(|status| status.refusal);

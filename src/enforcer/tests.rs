@@ -161,6 +161,7 @@ impl EnforcerFixture {
             has_joined_headers: false,
             is_peer_trusted: false,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         };
         let policies = self.enforcer.policy_snapshot();

@@ -346,18 +346,19 @@ impl ActualCost {
         reported.map(|one| one.weight.factor_for(facts)).collect()
     }
 
-    /// The units that the response reports; `None` if it reports none. `read` reads a source.
+    /// The units that the response reports; `None` if it reports none, or discounts only. `read` reads a source.
     pub fn reported_units(
         &self,
         factors: &[Factor],
         read: impl Fn(&ReportSource) -> Option<u64>,
     ) -> Option<u64> {
-        let found = self.reported().iter().zip(factors);
-        let mut found = found
-            .filter_map(|(one, factor)| Some((one.sources.iter().find_map(&read)?, *factor)))
-            .peekable();
-        found.peek()?;
-        Some(sum_weighted(found))
+        let parts = self.reported().iter().zip(factors);
+        let found =
+            parts.filter_map(|(one, factor)| Some((one.sources.iter().find_map(&read)?, *factor)));
+        let found: SmallVec<[(u64, Factor); 2]> = found.collect();
+        // A discount alone is no cost.
+        let is_reported = found.iter().any(|(_, factor)| factor.0 > 0);
+        is_reported.then(|| sum_weighted(found.into_iter()))
     }
 }
 
@@ -402,8 +403,11 @@ impl Weight {
     };
 
     fn factor_for(&self, facts: &Facts<'_>) -> Factor {
-        let by = self.by.as_ref().map(|by| by.factor_for(facts));
-        by.map_or(self.factor, |by| self.factor.times(by))
+        match self.by.as_ref().map(|by| by.factor_for(facts)) {
+            None => self.factor,
+            Some(Some(by)) => self.factor.times(by),
+            Some(None) => self.highest(),
+        }
     }
 
     /// Whether the weighted units are at most the counter's maximum.
@@ -497,18 +501,15 @@ impl WeightsByValue {
         }
     }
 
-    /// The factor for a request. A value that apps may read differently has the highest one.
-    fn factor_for(&self, facts: &Facts<'_>) -> Factor {
+    /// The factor for a request; `None` if apps may read another value.
+    fn factor_for(&self, facts: &Facts<'_>) -> Option<Factor> {
         let part = &self.part;
         let is_ambiguous =
             part.is_unreadable_in(facts) || part.find_ambiguity(facts, ValueChecks::ALL).is_some();
-        let value = part.single_value(facts).ok().filter(|_| !is_ambiguous);
-        let Some(value) = value else {
-            return self.factors().max().unwrap_or(self.default);
-        };
+        let value = part.single_value(facts).ok().filter(|_| !is_ambiguous)?;
         let mut factors = self.factors.iter();
         let found = factors.find(|(pattern, _)| pattern.matches(value.as_deref()));
-        found.map_or(self.default, |(_, factor)| *factor)
+        Some(found.map_or(self.default, |(_, factor)| *factor))
     }
 
     fn factors(&self) -> impl Iterator<Item = Factor> {

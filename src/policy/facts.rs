@@ -37,6 +37,8 @@ pub struct Facts<'a> {
     pub client_cert: Option<&'a CertificateSubject>,
     /// The body, if the request has one.
     pub body: Option<&'a BodyFacts>,
+    /// Whether a condition on a value of the body that can't be read holds.
+    pub unreadable_holds: bool,
     /// The descriptor of a call to the rate-limit service. If set, the other fields hold
     /// placeholders, and policies for requests do not apply.
     pub descriptor: Option<&'a Descriptor<'a>>,
@@ -61,6 +63,7 @@ impl<'a> Facts<'a> {
             token: RequestToken::without_token_reader(),
             client_cert: None,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         }
     }

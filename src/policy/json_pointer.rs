@@ -1,5 +1,6 @@
 //! JSON Pointers (RFC 6901), and the whole numbers in them and in headers.
 
+use std::borrow::Cow;
 use std::fmt;
 
 /// The location of a value in a JSON document (RFC 6901).
@@ -14,6 +15,8 @@ pub struct JsonPointer {
 pub struct JsonPointerToken {
     /// The expected key, if the parent is an object.
     pub name: Box<str>,
+    /// The name in the form in which look-alikes are compared ([`fold_name`]).
+    pub(super) folded: Box<str>,
     /// The expected index from 0, if the parent is an array. `None` matches no array element.
     pub index: Option<u64>,
 }
@@ -72,11 +75,26 @@ impl JsonPointerToken {
         }
         let is_index = text == "0" || !text.starts_with('0');
         let index = parse_whole_number(text.as_bytes()).filter(|_| is_index);
+        let name = text.replace("~1", "/").replace("~0", "~");
         Ok(Self {
-            name: text.replace("~1", "/").replace("~0", "~").into(),
+            folded: fold_name(&name).into(),
+            name: name.into(),
             index,
         })
     }
+}
+
+/// A name without what some parsers ignore: letter case, `_` and `-` (Go and .NET ignore case,
+/// protobuf and Fastjson also the signs).
+pub(super) fn fold_name(name: &str) -> Cow<'_, str> {
+    let is_folded = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
+    if name.bytes().all(is_folded) {
+        return name.into();
+    }
+    // Twice, as U+212A is a capital of "k" and U+017F a small letter of "S". U+0307 is left of a
+    // capital I with a dot.
+    let folded = name.to_uppercase().to_lowercase();
+    folded.replace(['_', '-', '\u{307}'], "").into()
 }
 
 /// Parses a number that consists of digits only. Upstreams may interpret signs, fractions,

@@ -1,10 +1,11 @@
 //! Incremental search for one value in a JSON document, by JSON pointer: of responses as they pass,
-//! and of the start of request bodies.
+//! and of request bodies that were read whole.
 //!
 //! A parser of the whole document would have to buffer strings of any length. This scanner keeps
 //! only its position, the key to compare and the value. The scanner follows the structure of JSON,
 //! but does not validate it fully: malformed literals outside the path are accepted.
 
+use super::json_pointer::fold_name;
 use super::{JsonPointer, JsonPointerToken};
 use crate::limiter::MAX_UNITS;
 use std::borrow::Cow;
@@ -56,7 +57,7 @@ enum ScanPurpose {
     #[default]
     Response,
     /// A value that the client chose. What parsers may read differently is ambiguous: a name on the
-    /// path that occurs twice or in another spelling, and a list at the root.
+    /// path that occurs twice or in another spelling, and a root that is no object.
     Request,
 }
 
@@ -231,10 +232,12 @@ impl JsonPointerScanner {
                 self.open_container(byte == b'{', pointer);
             }
             b'"' => {
+                self.is_ambiguous |= self.depth == 0;
                 self.buffer.clear();
                 self.state = JsonScanState::InString(JsonStringRole::Value);
             }
             _ if is_literal_byte(byte) => {
+                self.is_ambiguous |= self.depth == 0;
                 self.buffer.clear();
                 self.buffer.push(byte);
                 self.state = JsonScanState::InLiteral;
@@ -367,7 +370,7 @@ impl JsonPointerScanner {
             self.named_bits |= 1;
         } else {
             let is_long = self.buffer.len() > MAX_TEXT_BYTES;
-            self.is_ambiguous |= is_long || is_look_alike(&self.buffer, &expected.name);
+            self.is_ambiguous |= is_long || is_look_alike(&self.buffer, expected);
         }
     }
 
@@ -448,20 +451,13 @@ fn key_matches(raw_key: &[u8], name: &str) -> bool {
     decode_string(raw_key).is_some_and(|text| text == name)
 }
 
-/// Whether some parser may take a key, as written between its quotes, for `name`: they differ only
-/// in letter case, `_` or `-` (Go and .NET ignore case, protobuf and Fastjson also the signs), or
-/// the key is not valid Unicode.
-fn is_look_alike(raw_key: &[u8], name: &str) -> bool {
+/// Whether some parser may take a key, as written between its quotes, for the name of a token: they
+/// differ only in what [`fold_name`] leaves out, or the key is not valid Unicode.
+fn is_look_alike(raw_key: &[u8], expected: &JsonPointerToken) -> bool {
     let Some(key) = decode_string(raw_key) else {
         return true;
     };
-    // Twice, as U+212A is a capital of "k" and U+017F a small letter of "S".
-    let fold = |text: &str| {
-        let capitals = text.to_uppercase().to_lowercase();
-        capitals.replace(['_', '-'], "")
-    };
-    let folded = fold(name);
-    !folded.is_empty() && fold(&key) == folded
+    !expected.folded.is_empty() && fold_name(&key) == *expected.folded
 }
 
 /// The text of a whole number that all parsers read as the same one. Apps may keep the text of

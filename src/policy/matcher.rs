@@ -102,9 +102,11 @@ impl Matcher {
     fn is_excluded(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.not.as_ref().is_some_and(|not| {
             let is_nested = facts.paths.has_nested_escape;
-            not.matches(facts, path)
-                && !(is_nested && not.reads_path())
-                && not.unreadable_body_part(facts).is_none()
+            let inverted = Facts {
+                unreadable_holds: !facts.unreadable_holds,
+                ..*facts
+            };
+            not.matches(&inverted, path) && !(is_nested && not.reads_path())
         })
     }
 
@@ -243,9 +245,6 @@ pub(super) enum RequiredValue<'m> {
 pub enum UnmetCondition<'a> {
     #[strum(to_string = "{0}")]
     Part(&'a PartCondition),
-    /// The body can't be read, and so gains no exemption, or the policy skips the request.
-    #[strum(to_string = "the body can't be read")]
-    UnreadableBody,
     /// The path is escaped twice, so it gains no exemption.
     #[strum(to_string = "no exemption for a path that is escaped twice")]
     NestedEscape,
@@ -280,11 +279,11 @@ impl std::fmt::Display for PartCondition {
 
 impl PartCondition {
     /// Whether the condition holds for one interpretation of the path. One on a body that can't be
-    /// read holds: a client must not evade a limit by another spelling.
+    /// read usually holds: a client must not evade a limit by another spelling.
     pub(super) fn is_met(&self, facts: &Facts<'_>, path: &str) -> bool {
         let part = &self.part;
         if part.is_unreadable_in(facts) {
-            return true;
+            return facts.unreadable_holds;
         }
         match &self.condition {
             ValueCondition::Hosts(hosts) => hosts.iter().any(|host| host.matches(facts.host)),

@@ -7,8 +7,8 @@ use http::{HeaderMap, header};
 pub struct MediaType {
     /// The type and subtype in lower case.
     pub name: String,
-    /// The value of the parameter `charset`, without quotes.
-    pub charset: Option<String>,
+    /// What follows the name, in lower case.
+    parameters: String,
 }
 
 impl MediaType {
@@ -20,14 +20,30 @@ impl MediaType {
         if lines.next().is_some() {
             return None;
         }
-        let mut parts = line.to_str().ok()?.split(';').map(str::trim);
-        let name = parts.next()?.to_ascii_lowercase();
-        let charset = parts.find_map(|parameter| {
-            let (name, value) = parameter.split_once('=')?;
-            let is_charset = name.trim_end().eq_ignore_ascii_case("charset");
-            is_charset.then(|| value.trim().trim_matches('"').to_owned())
-        });
-        Some(Self { name, charset })
+        let (name, parameters) = match line.to_str().ok()?.split_once(';') {
+            Some((name, parameters)) => (name, parameters.to_ascii_lowercase()),
+            None => (line.to_str().ok()?, String::new()),
+        };
+        Some(Self {
+            name: name.trim().to_ascii_lowercase(),
+            parameters,
+        })
+    }
+
+    /// Whether every app reads the body as UTF-8: no parameter, or one that apps might take for
+    /// one, names another charset.
+    pub fn is_utf8(&self) -> bool {
+        let mut charsets = self.parameters.match_indices("charset");
+        let Some((at, _)) = charsets.next() else {
+            return true;
+        };
+        let (before, value) = self.parameters.split_at(at);
+        let value = value.split(';').next().unwrap_or_default().trim_end();
+        let is_own_parameter = before.trim_end().is_empty() || before.trim_end().ends_with(';');
+        charsets.next().is_none()
+            && is_own_parameter
+            && !before.contains('"')
+            && matches!(value, "charset=utf-8" | "charset=\"utf-8\"")
     }
 
     /// Whether this is the name of a type whose bodies are one JSON document.
@@ -45,4 +61,36 @@ fn is_identity_coded(headers: &HeaderMap) -> bool {
             .trim_ascii()
             .eq_ignore_ascii_case(b"identity")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_plain_charset_is_utf_8() {
+        for (value, is_utf8) in [
+            ("application/json", true),
+            ("Application/JSON; Charset=UTF-8", true),
+            ("application/json;charset=\"utf-8\"; profile=x", true),
+            ("application/json; profile=\"x\"", true),
+            ("application/json; charset=utf-7", false),
+            ("application/json; charset=utf-8; charset=utf-7", false),
+            (
+                "application/json; x=\"a; charset=utf-8\"; charset=utf-7",
+                false,
+            ),
+            ("application/json; x=\"a; charset=utf-8\"", false),
+            ("application/json; charset*=utf-7", false),
+            ("application/json; xcharset=utf-8", false),
+            ("application/json; charset =utf-8", false),
+            ("application/json; charset=", false),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::CONTENT_TYPE, value.parse().unwrap());
+            let media_type = MediaType::from_headers(&headers).unwrap();
+            assert_eq!(media_type.name, "application/json");
+            assert_eq!(media_type.is_utf8(), is_utf8, "{value}");
+        }
+    }
 }

@@ -625,6 +625,7 @@ pub fn assert_hashed_keys(bytes: &[u8]) {
             has_joined_headers: false,
             is_peer_trusted: false,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         };
         let client = trusting_settings(false);

@@ -20,8 +20,7 @@ impl BodyFormat {
     /// coding, or a charset other than UTF-8.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let media_type = MediaType::from_headers(headers)?;
-        let is_utf8 = |charset: &str| charset.eq_ignore_ascii_case("utf-8");
-        if !media_type.charset.as_deref().is_none_or(is_utf8) {
+        if !media_type.is_utf8() {
             return None;
         }
         match &*media_type.name {
@@ -223,7 +222,7 @@ mod tests {
             (r#"{"a":null}"#, BodyValue::Absent),
             (r#"{"b":"x"}"#, BodyValue::Absent),
             (r#"{"a":[]}"#, BodyValue::Unreadable),
-            ("5", BodyValue::Absent),
+            ("5", BodyValue::Unreadable),
             ("", BodyValue::Absent),
         ] {
             assert_eq!(read_json(body.as_bytes(), "/a"), value, "{body}");

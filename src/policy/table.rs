@@ -443,6 +443,7 @@ mod tests {
             has_joined_headers: false,
             is_peer_trusted: false,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         }
     }

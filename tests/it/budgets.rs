@@ -59,6 +59,10 @@ weights = { by = "body:/model", "gpt-*" = 10, "gpt-*-mini" = 0.25, default = 1 }
         let usage = json!({ "prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details });
         json!({ "model": model, "usage": usage }).to_string()
     };
+    let usage_of_cache = |cached: u64| {
+        let details = json!({ "cached_tokens": cached });
+        json!({ "usage": { "prompt_tokens_details": details } }).to_string()
+    };
     for (body, units) in [
         (usage("other", 100, 10, 50), 115),
         (usage("gpt-5", 100, 10, 50), 1150),
@@ -73,7 +77,8 @@ weights = { by = "body:/model", "gpt-*" = 10, "gpt-*-mini" = 0.25, default = 1 }
             r#"{"model":"x","model":"y","usage":{"input_tokens":3}}"#.to_owned(),
             30,
         ),
-        // No usage: the estimate stands.
+        // A discount alone is no cost, and without usage the estimate stands.
+        (usage_of_cache(1000), 1),
         (r#"{"usage":{}}"#.to_owned(), 1),
     ] {
         post_json(&proxy, "/", &body).await.expect_status(200);
@@ -82,7 +87,7 @@ weights = { by = "body:/model", "gpt-*" = 10, "gpt-*-mini" = 0.25, default = 1 }
         wait_until(format!("{left} units after {body}"), is_settled).await;
     }
     proxy
-        .assert_metric("tidegate_costs_unreported_total", 1.0)
+        .assert_metric("tidegate_costs_unreported_total", 2.0)
         .await;
 }
 

@@ -74,7 +74,7 @@ async fn a_body_that_can_be_read_in_several_ways_lacks_the_value() {
     let utf16: Vec<u8> = r#"{"model":"a"}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
     let deep = format!(r#"{{"model":"a","x":{}}}"#, "[".repeat(10_000));
     let json = "application/json";
-    let unreadable: [(&str, &[u8]); 32] = [
+    let unreadable: [(&str, &[u8]); 34] = [
         (json, br#"{"model":"a","model":"b"}"#),
         (json, br#"{"model":"a","Model":"b"}"#),
         (json, br#"{"MODEL":"a"}"#),
@@ -100,6 +100,11 @@ async fn a_body_that_can_be_read_in_several_ways_lacks_the_value() {
         (json, &utf16),
         (json, deep.as_bytes()),
         ("application/json; charset=utf-16", br#"{"model":"a"}"#),
+        (
+            "application/json; charset=utf-8; charset=utf-7",
+            br#"{"model":"a"}"#,
+        ),
+        (json, br#""a""#),
         ("text/plain", br#"{"model":"a"}"#),
         ("application/x-www-form-urlencoded", b"model=a&model=b"),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\n"),
@@ -204,6 +209,38 @@ limit = { requests = 2, per = "1h" }
     ] {
         let response = post_json(&proxy, "/", body).await;
         assert_eq!(response.status, status, "{body}");
+    }
+}
+
+/// A body that can't be read decides only if the result depends on it.
+#[tokio::test]
+async fn an_unreadable_body_is_irrelevant_where_another_alternative_matches() {
+    for (missing_key, statuses) in [
+        ("shared", [[200, 429], [200, 429], [200, 429]]),
+        ("skip", [[200, 429], [200, 200], [200, 429]]),
+        ("reject", [[200, 429], [400, 400], [200, 429]]),
+    ] {
+        let config = format!(
+            r#"
+[[policy]]
+name = "some"
+key = ["path"]
+match = {{ any = [{{ path = "/a" }}, {{ body = {{ "/x" = "1" }} }}] }}
+missing_key = "{missing_key}"
+limit = {{ requests = 1, per = "1h" }}
+"#
+        );
+        let proxy = Proxy::with_echo(&config).await;
+        for (index, target) in ["/a", "/b", "/c"].into_iter().enumerate() {
+            let (media_type, body) = match target {
+                "/c" => ("application/json", r#"{"x":"1"}"#),
+                _ => ("text/plain", "x"),
+            };
+            for status in statuses[index] {
+                let response = post(&proxy, target, media_type, body).await;
+                assert_eq!(response.status, status, "{missing_key} {target}");
+            }
+        }
     }
 }
 
@@ -334,7 +371,7 @@ async fn explain_reads_the_body_of_a_curl_line_and_of_a_request_to_the_admin_por
     let curl = format!("curl --json '{call}' http://a/mcp");
     let explained = config.run_successfully(&["explain", "--curl", &curl]).await;
     assert!(
-        explained.contains("calls  matches: key calls|127.0.0.1"),
+        explained.contains("matches: key calls/127.0.0.1"),
         "{explained}"
     );
     let list = r#"{"method":"tools/list"}"#;

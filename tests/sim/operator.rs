@@ -63,6 +63,7 @@ pub(crate) async fn with_facts<R>(
         has_joined_headers: false,
         is_peer_trusted: true,
         body: None,
+        unreadable_holds: true,
         descriptor: None,
     };
     use_facts(&facts).await

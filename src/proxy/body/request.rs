@@ -65,6 +65,8 @@ struct RequestBodyStream {
     is_message_stream: bool,
     /// Bytes that were read ahead, and still count as unread.
     read_ahead_bytes: usize,
+    /// Memory of the start of the body, which policies have read.
+    start_bytes: usize,
     replay_buffer: ReplayBuffer,
     /// Whether the whole body was read from the client.
     is_complete: bool,
@@ -133,6 +135,7 @@ impl RequestBody {
             multiplexed,
             is_message_stream,
             read_ahead_bytes: 0,
+            start_bytes: 0,
             replay_buffer: ReplayBuffer::default(),
             is_complete: false,
             pending_since: None,
@@ -275,11 +278,11 @@ impl RequestBody {
                     Some(frame) => frame?,
                     None => return Poll::Ready(Ok(None)),
                 };
-                let bytes = frame.data_ref().map_or(0, Bytes::len);
-                body.active.monitor().memory.add_unread_frames(0, bytes);
-                body.read_ahead_bytes += bytes;
                 match frame.into_data() {
-                    Ok(data) => append_to_parts(&mut parts, &data),
+                    Ok(data) => {
+                        append_to_parts(&mut parts, &data);
+                        body.set_start_bytes(parts.iter().map(BytesMut::capacity).sum());
+                    }
                     Err(trailers) => return Poll::Ready(Ok(Some(trailers))),
                 }
                 if body.received <= most && body.incoming.is_end_stream() {
@@ -505,8 +508,16 @@ impl RequestBodyStream {
         }
     }
 
+    /// Counts the memory of the start of the body that is kept for the upstream.
+    fn set_start_bytes(&mut self, bytes: usize) {
+        let before = std::mem::replace(&mut self.start_bytes, bytes);
+        let memory = &self.active.monitor().memory;
+        (memory.body_start_bytes).update(|all| all.saturating_sub(before).saturating_add(bytes));
+    }
+
     /// Counts the bytes that were read ahead as read.
     pub(crate) fn release_read_ahead_bytes(&mut self) {
+        self.set_start_bytes(0);
         let bytes = std::mem::take(&mut self.read_ahead_bytes);
         self.active.monitor().memory.remove_unread_bytes(bytes);
     }

@@ -56,6 +56,8 @@ pub(crate) struct ConnectionMemory {
     pub(crate) streams: Cell<usize>,
     /// Bytes of HTTP/2 request bodies that were received and not read by the handler.
     unread_body_bytes: Cell<usize>,
+    /// Starts of bodies that policies read, until the upstream takes them.
+    pub(crate) body_start_bytes: Cell<usize>,
     /// HTTP/2 request trailers that no handler read, and their memory.
     trailers: Cell<usize>,
     trailer_bytes: Cell<usize>,
@@ -194,7 +196,8 @@ impl ConnectionMemory {
         let decoded_bytes = (head_bytes * DECODED_BYTES_PER_BYTE).min(MAX_DECODED_BYTES);
         // Small heads and TLS records are part of the buffers: ordinary requests report nothing.
         let active_head_bytes = self.active_head_bytes.get() & !(HEAD_STEP_BYTES - 1);
-        let kept = self.tls_input_bytes.get() + self.read_ahead_bytes.get();
+        let kept =
+            self.tls_input_bytes.get() + self.read_ahead_bytes.get() + self.body_start_bytes.get();
         let kept_bytes = kept & !(HEAD_STEP_BYTES - 1);
         let unsent = if is_write_blocked {
             BLOCKED_WRITE_BYTES

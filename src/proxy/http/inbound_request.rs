@@ -118,6 +118,7 @@ impl InboundRequest {
             has_joined_headers: false,
             is_peer_trusted: self.client.is_peer_trusted,
             body: None,
+            unreadable_holds: true,
             descriptor: None,
         }
     }

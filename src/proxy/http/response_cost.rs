@@ -1,7 +1,7 @@
 //! Actual cost of a request, read from its response while the response is forwarded.
 //!
-//! Each body frame is scanned once on its way to the client. The scan delays no frame, and its
-//! memory is bounded whatever the upstream sends.
+//! Each body frame is scanned once on its way to the client. The scan itself delays no frame, and
+//! its memory is bounded whatever the upstream sends.
 
 mod stream_flow;
 
@@ -78,10 +78,10 @@ impl CostMeter {
                 estimate.settle_by_status(response.status);
                 continue;
             }
-            let slices = estimate.slices.as_deref();
-            let flow = slices.map(|slices| StreamFlow::new(&estimate, slices));
+            let flow = (estimate.slices.as_ref()).map(|_| StreamFlow::new(&estimate));
             let is_pending = reports.await_cost_of(&estimate);
-            if is_pending || flow.is_some() {
+            let is_known = reports.units_for(&estimate).is_some();
+            if is_pending || flow.is_some() && !is_known {
                 let charge = estimate;
                 charges.push(MeteredCharge { charge, flow });
             } else {
@@ -137,15 +137,15 @@ impl CostMeter {
         self.may_cut_off() && self.reports.is_event_stream()
     }
 
-    /// Takes further units for what passes next. Pending while all units are used and the store is
-    /// asked for more.
-    pub(crate) fn poll_flow(&mut self, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
+    /// Takes further units for so many bytes, which have arrived. Pending while all units are used
+    /// and the store is asked for more.
+    pub(crate) fn poll_flow(&mut self, bytes: usize, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
         let mut allowance = usize::MAX;
         for MeteredCharge { charge, flow } in &mut self.charges {
             let Some(flow) = flow.as_mut().filter(|_| self.last_event.is_none()) else {
                 continue;
             };
-            match ready!(flow.poll_units(charge, cx)) {
+            match ready!(flow.poll_units(charge, bytes, cx)) {
                 Ok(()) => allowance = allowance.min(flow.allowance(charge)),
                 Err(retry_after_s) => {
                     charge.record_cut_off();

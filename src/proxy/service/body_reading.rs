@@ -9,8 +9,8 @@ use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::{RequestBody, UpstreamError};
 
 impl ProxyService {
-    /// Reads what the policies need of the body, and keeps it for the upstream. A body that can't
-    /// be read, or is longer than they read, is not waited for.
+    /// Reads what the policies need of the body, and keeps it for the upstream. A body of another
+    /// format, or with a larger `Content-Length`, is not waited for.
     ///
     /// # Errors
     /// Fails if the client does not send the body.
@@ -33,8 +33,8 @@ impl ProxyService {
             return Ok(None);
         }
         let format = BodyFormat::from_headers(&parts.headers);
-        let is_decided = size.is_some_and(|size| size > most || format.is_none());
-        if is_decided || !body.may_be_read_ahead() {
+        let is_known_unreadable = format.is_none() || size.is_some_and(|size| size > most);
+        if is_known_unreadable || !body.may_be_read_ahead() {
             return Ok(Some(unread));
         }
         let whole = body.read_whole(most).await;

@@ -256,15 +256,6 @@ impl UpstreamBody {
         {
             return Poll::Ready(Some(Err(self.fail(BodyError::MaxDurationExceeded))));
         }
-        let mut allowance = usize::MAX;
-        if let Some(meter) = self.cost_meter.as_mut().filter(|meter| meter.may_cut_off()) {
-            match ready!(meter.poll_flow(cx)) {
-                ResponseFlow::Bytes(bytes) => allowance = bytes,
-                ResponseFlow::End(last_event) => {
-                    return Poll::Ready(Some(self.cut_off(last_event)));
-                }
-            }
-        }
         let polled = match take(&mut self.first_frame) {
             FirstFrame::None => self.source.poll_frame(self.connection.as_deref(), cx),
             FirstFrame::Data(data) => Poll::Ready(Some(Ok(Frame::data(data)))),
@@ -277,7 +268,10 @@ impl UpstreamBody {
         self.pending_since = None;
         Poll::Ready(match frame {
             Some(Ok(frame)) => {
-                let frame = self.hold_back(frame, allowance);
+                let frame = match ready!(self.poll_flow(frame, cx)) {
+                    Ok(frame) => frame,
+                    Err(last_event) => return Poll::Ready(Some(self.cut_off(last_event))),
+                };
                 if let Some(meter) = &mut self.cost_meter {
                     meter.read_frame(&frame);
                 }
@@ -333,22 +327,40 @@ impl UpstreamBody {
         error
     }
 
-    /// The frame with at most so many bytes of data. The rest stays for the next frame.
-    fn hold_back(&mut self, frame: Frame<Bytes>, most: usize) -> Frame<Bytes> {
-        match frame.into_data() {
-            Ok(mut data) if data.len() > most => {
-                self.first_frame = FirstFrame::Data(data.split_off(most));
-                Frame::data(data)
-            }
-            Ok(data) => Frame::data(data),
-            Err(frame) => frame,
+    /// The part of a frame that the request's key can pay. The rest stays for the next frame; while
+    /// the store is asked, all of it. Fails with the last event if nothing is left.
+    fn poll_flow(
+        &mut self,
+        frame: Frame<Bytes>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<Frame<Bytes>, Option<Bytes>>> {
+        let meter = self.cost_meter.as_mut();
+        let Some(meter) = meter.filter(|meter| meter.may_cut_off()) else {
+            return Poll::Ready(Ok(frame));
+        };
+        let mut data = match frame.into_data() {
+            Ok(data) if !data.is_empty() => data,
+            Ok(data) => return Poll::Ready(Ok(Frame::data(data))),
+            Err(trailers) => return Poll::Ready(Ok(trailers)),
+        };
+        let most = match meter.poll_flow(data.len(), cx) {
+            Poll::Ready(ResponseFlow::Bytes(most)) => most.min(data.len()),
+            Poll::Ready(ResponseFlow::End(last_event)) => return Poll::Ready(Err(last_event)),
+            Poll::Pending => 0,
+        };
+        let rest = data.split_off(most);
+        if !rest.is_empty() {
+            self.first_frame = FirstFrame::Data(rest);
         }
+        if most == 0 {
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(Frame::data(data)))
     }
 
     /// Ends the response, whose key has nothing left, and its exchange with the upstream.
     fn cut_off(&mut self, last_event: Option<Bytes>) -> Result<Frame<Bytes>, BodyError> {
         let error = self.fail(BodyError::CutOff);
-        self.slot_guard = None;
         let event = last_event.ok_or(error)?;
         (self.source, self.first_frame) = (UpstreamBodySource::Moved, FirstFrame::None);
         Ok(Frame::data(event))

@@ -1,7 +1,7 @@
 //! Holds a streaming response at what its key can pay, and ends it when nothing is left
 //! (`cut_off`).
 
-use crate::enforcer::{EstimatedCharge, SliceDecision, StreamSlices};
+use crate::enforcer::{EstimatedCharge, SliceDecision};
 use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -19,8 +19,8 @@ pub(super) struct StreamFlow {
     /// Bytes of the body since then, or from its start.
     unreported_bytes: u64,
     pending: Option<PendingSlice>,
-    /// Units to ask for next.
-    next_units: u64,
+    /// Most units to ask for next: what the store has left.
+    most_units: u64,
     refusals: u32,
     /// Set when the store refused further units: seconds until some would fit.
     retry_after_s: Option<u64>,
@@ -36,13 +36,13 @@ impl fmt::Debug for PendingSlice {
 }
 
 impl StreamFlow {
-    pub(super) fn new(charge: &EstimatedCharge, slices: &StreamSlices) -> Self {
+    pub(super) fn new(charge: &EstimatedCharge) -> Self {
         Self {
             granted: charge.estimate,
             reported: None,
             unreported_bytes: 0,
             pending: None,
-            next_units: slices.size(),
+            most_units: u64::MAX,
             refusals: 0,
             retry_after_s: None,
         }
@@ -76,29 +76,33 @@ impl StreamFlow {
         usize::try_from(charge.bytes_of_units(units)).unwrap_or(usize::MAX)
     }
 
-    /// Takes further units in time. Ready with `Ok` if the response may go on, or with the seconds
+    /// Takes further units in time for bytes that have arrived. Ready with `Ok` if the response may go on, or with the seconds
     /// until further units fit if nothing is left.
     pub(super) fn poll_units(
         &mut self,
         charge: &mut EstimatedCharge,
+        bytes: usize,
         cx: &mut Context<'_>,
     ) -> Poll<Result<(), u64>> {
         loop {
             let used = self.used(charge);
             let is_used_up = used >= self.granted;
+            let awaited = charge.units_of_bytes(u64::try_from(bytes).unwrap_or(u64::MAX));
             let Some(slices) = &mut charge.slices else {
                 return Poll::Ready(Ok(()));
             };
+            // At least the data that has arrived and half a slice, at most a slice too much.
+            let wanted = used.saturating_add(awaited.max(slices.size() / 2));
+            let missing = wanted.saturating_sub(self.granted);
             match (&mut self.pending, self.retry_after_s) {
                 (None, Some(retry_after_s)) if is_used_up => {
                     return Poll::Ready(Err(retry_after_s));
                 }
                 (None, Some(_)) => return Poll::Ready(Ok(())),
-                (None, None) if self.granted - used.min(self.granted) > slices.size() / 2 => {
-                    return Poll::Ready(Ok(()));
-                }
+                (None, None) if missing == 0 => return Poll::Ready(Ok(())),
                 (None, None) => {
-                    let decision = Box::pin(slices.decide(self.next_units));
+                    let units = self.most_units.min(missing.max(slices.size()));
+                    let decision = Box::pin(slices.decide(units));
                     self.pending = Some(PendingSlice(decision));
                 }
                 (Some(pending), _) => {
@@ -116,14 +120,14 @@ impl StreamFlow {
                             retry_after_s,
                         } => {
                             self.refusals += 1;
-                            self.next_units = remaining;
+                            self.most_units = remaining;
                             if remaining == 0 || self.refusals == MAX_REFUSALS {
                                 self.retry_after_s = Some(retry_after_s);
                             }
                             continue;
                         }
                     };
-                    (self.refusals, self.next_units) = (0, slices.size());
+                    (self.refusals, self.most_units) = (0, u64::MAX);
                     self.granted = self.granted.saturating_add(taken);
                 }
             }
