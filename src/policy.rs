@@ -4,6 +4,7 @@
 //! All functions work on borrowed [`Facts`], so `check`, tests and fuzz targets need no server.
 
 mod authorization;
+mod body_facts;
 pub mod client;
 mod cors;
 mod cost;
@@ -35,6 +36,7 @@ mod value_checks;
 mod value_hasher;
 mod value_pattern;
 
+pub use body_facts::BodyFacts;
 pub use cors::CorsOrigins;
 pub use cost::{
     ActualCost, CostSource, CountedStatuses, CutOff, Estimate, EstimateCost, Factor,
@@ -61,7 +63,7 @@ pub use quota::{
     read_request_amounts,
 };
 pub use regex_spelling::accept_marked_letters;
-pub use request_body::{BodyFacts, BodyFormat};
+pub use request_body::{BodyFormat, read_body};
 pub use self_service::{ClientQuota, ClientQuotas};
 pub use table::{
     MatchingPolicies, PolicyTable, RateLimitHeaderSettings, SelfServiceSettings, dashed_name,

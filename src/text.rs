@@ -1,6 +1,7 @@
 //! Texts for people: truncated, wrapped, and safe for terminals.
 
 use indicatif::HumanCount;
+use serde::de::IgnoredAny;
 use std::error::Error;
 use std::fmt;
 use time::OffsetDateTime;
@@ -24,6 +25,11 @@ impl fmt::Debug for SecretText {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("***")
     }
+}
+
+/// Whether a text is one valid JSON document (RFC 8259).
+pub fn is_json(text: &str) -> bool {
+    serde_json::from_str::<IgnoredAny>(text).is_ok()
 }
 
 /// Formats an error and its sources on one line.

@@ -88,7 +88,7 @@ const FORBIDDEN_USES: [(&str, &str, &str); 5] = [
 
 /// Lines of production code in `src/`, as [`read_sources`] finds them, when this number was set. Blank
 /// lines do not count.
-const REACHED_LINES: usize = 59_813;
+const REACHED_LINES: usize = 61_313;
 
 /// Restricts an external library to some modules.
 struct LibraryRule {

@@ -9,7 +9,7 @@ use crate::admin::{
 use crate::enforcer::{self, PolicyExplanation, PolicyLimits, PolicyStep};
 use crate::limiter::LimitStatus;
 use crate::policy::{
-    BodyFacts, BodyFormat, Facts, OnStoreFailure, Policy, PolicyMode, PolicyTable,
+    self, BodyFacts, BodyFormat, Facts, OnStoreFailure, Policy, PolicyMode, PolicyTable,
 };
 use crate::proxy::InboundRequest;
 use crate::tls::CertificateSubject;
@@ -89,7 +89,7 @@ fn read_described_body(
     let most = policies.map(|policy| policy.max_scan).max();
     let format = BodyFormat::from_headers(&parts.headers).filter(|_| Some(size) <= most);
     let (pointers, checks) = (table.body_pointers(), table.client.value_checks);
-    Some(BodyFacts::read(body, format, pointers, checks))
+    Some(policy::read_body(body, format, pointers, checks))
 }
 
 fn build_request_head(description: &ExplainRequest) -> Result<request::Parts, String> {

@@ -1,6 +1,5 @@
 //! Media types of bodies (RFC 9110, 8.3).
 
-use super::request_body::is_identity_coded;
 use http::{HeaderMap, header};
 
 /// The media type of a body without a content coding.
@@ -35,4 +34,15 @@ impl MediaType {
     pub fn is_json(name: &str) -> bool {
         name == "application/json" || name.ends_with("+json")
     }
+}
+
+/// Whether a body has the identity coding.
+fn is_identity_coded(headers: &HeaderMap) -> bool {
+    let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
+    codings.all(|coding| {
+        coding
+            .as_bytes()
+            .trim_ascii()
+            .eq_ignore_ascii_case(b"identity")
+    })
 }

@@ -1,20 +1,11 @@
-//! What policies read in the body of a request: values at JSON pointers, form fields, and its size.
+//! Reads the values that policies need in the body of a request.
 
 use super::facts::query_values;
 use super::json_scanner::{BodyValue, JsonPointerScanner, MAX_TEXT_BYTES};
 use super::value_checks::{is_query_ambiguous, names_parameter};
-use super::{JsonPointer, MediaType, ValueChecks};
-use http::{HeaderMap, header};
-use serde::de::IgnoredAny;
-
-/// The body of a request, as policies read it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct BodyFacts {
-    /// Bytes of the body; `None` if unknown.
-    pub size: Option<u64>,
-    /// The values at the pointers of all policies; `None` if the body could not be read.
-    values: Option<Box<[(JsonPointer, BodyValue)]>>,
-}
+use super::{BodyFacts, JsonPointer, MediaType, ValueChecks};
+use crate::text::is_json;
+use http::HeaderMap;
 
 /// How the values of a body are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,64 +31,39 @@ impl BodyFormat {
     }
 }
 
-impl BodyFacts {
-    /// A body that was not read.
-    pub const fn unreadable(size: Option<u64>) -> Self {
-        Self { size, values: None }
-    }
-
-    /// Reads a complete body. A body without a byte has no values. `checks` say which values apps
-    /// may read differently.
-    pub fn read<'p>(
-        body: &[u8],
-        format: Option<BodyFormat>,
-        pointers: impl Iterator<Item = &'p JsonPointer>,
-        checks: ValueChecks,
-    ) -> Self {
-        let size = u64::try_from(body.len()).ok();
-        let read: Box<dyn Fn(&JsonPointer) -> BodyValue> = match format {
-            _ if body.is_empty() => Box::new(|_| BodyValue::Absent),
-            Some(BodyFormat::Json) => match valid_json(body) {
-                Some(json) => Box::new(|pointer| JsonPointerScanner::read_request(json, pointer)),
-                None => return Self::unreadable(size),
-            },
-            Some(BodyFormat::Form) => match valid_form(body) {
-                Some(form) => Box::new(|pointer| read_form_field(form, pointer)),
-                None => return Self::unreadable(size),
-            },
-            None => return Self::unreadable(size),
+/// Reads a complete body. A body without a byte has no values. `checks` say which values apps
+/// may read differently.
+pub fn read_body<'p>(
+    body: &[u8],
+    format: Option<BodyFormat>,
+    pointers: impl Iterator<Item = &'p JsonPointer>,
+    checks: ValueChecks,
+) -> BodyFacts {
+    let size = u64::try_from(body.len()).ok();
+    let read: Box<dyn Fn(&JsonPointer) -> BodyValue> = match format {
+        _ if body.is_empty() => Box::new(|_| BodyValue::Absent),
+        Some(BodyFormat::Json) => match valid_json(body) {
+            Some(json) => Box::new(|pointer| JsonPointerScanner::read_request(json, pointer)),
+            None => return BodyFacts::unreadable(size),
+        },
+        Some(BodyFormat::Form) => match valid_form(body) {
+            Some(form) => Box::new(|pointer| read_form_field(form, pointer)),
+            None => return BodyFacts::unreadable(size),
+        },
+        None => return BodyFacts::unreadable(size),
+    };
+    let values = pointers.map(|pointer| {
+        let value = match read(pointer) {
+            BodyValue::Text(text)
+                if text.len() > MAX_TEXT_BYTES || checks.rejects_value(text.as_bytes()) =>
+            {
+                BodyValue::Unreadable
+            }
+            value => value,
         };
-        let values = pointers.map(|pointer| {
-            let value = match read(pointer) {
-                BodyValue::Text(text)
-                    if text.len() > MAX_TEXT_BYTES || checks.rejects_value(text.as_bytes()) =>
-                {
-                    BodyValue::Unreadable
-                }
-                value => value,
-            };
-            (pointer.clone(), value)
-        });
-        Self {
-            size,
-            values: Some(values.collect()),
-        }
-    }
-
-    /// The value at a pointer of a policy.
-    pub fn value(&self, pointer: &JsonPointer) -> &BodyValue {
-        let values = self.values.as_deref();
-        let found = values.and_then(|values| values.iter().find(|(known, _)| known == pointer));
-        found.map_or(&BodyValue::Unreadable, |(_, value)| value)
-    }
-
-    /// The value at a pointer as keys and conditions compare it.
-    pub(super) fn text(&self, pointer: &JsonPointer) -> Option<&str> {
-        match self.value(pointer) {
-            BodyValue::Text(text) | BodyValue::Number(text) => Some(text),
-            BodyValue::Absent | BodyValue::Unreadable => None,
-        }
-    }
+        (pointer.clone(), value)
+    });
+    BodyFacts::new(size, values.collect())
 }
 
 /// The document in a body without its byte order mark, if it is strictly valid (RFC 8259): what
@@ -105,8 +71,7 @@ impl BodyFacts {
 fn valid_json(body: &[u8]) -> Option<&[u8]> {
     let json = body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body);
     let text = std::str::from_utf8(json).ok()?;
-    serde_json::from_str::<IgnoredAny>(text).ok()?;
-    Some(json)
+    is_json(text).then_some(json)
 }
 
 /// The fields in a body without octets that encoders of forms escape. An app that ignores the media
@@ -139,17 +104,6 @@ fn read_form_field(form: &str, pointer: &JsonPointer) -> BodyValue {
     }
 }
 
-/// Whether a body has the identity coding.
-pub(super) fn is_identity_coded(headers: &HeaderMap) -> bool {
-    let mut codings = headers.get_all(header::CONTENT_ENCODING).iter();
-    codings.all(|coding| {
-        coding
-            .as_bytes()
-            .trim_ascii()
-            .eq_ignore_ascii_case(b"identity")
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,7 +127,7 @@ mod tests {
     fn read_json(body: &[u8], at: &str) -> BodyValue {
         let pointers = [pointer(at)];
         let format = Some(BodyFormat::Json);
-        let facts = BodyFacts::read(body, format, pointers.iter(), ValueChecks::ALL);
+        let facts = read_body(body, format, pointers.iter(), ValueChecks::ALL);
         facts.value(&pointers[0]).clone()
     }
 
@@ -214,7 +168,7 @@ mod tests {
             let body = build_body(&one["body"]);
             let format = BodyFormat::from_headers(&headers).filter(|_| body.len() <= 65_536);
             let pointers = FIELDS.map(|(_, at)| pointer(at));
-            let facts = BodyFacts::read(&body, format, pointers.iter(), ValueChecks::ALL);
+            let facts = read_body(&body, format, pointers.iter(), ValueChecks::ALL);
             for ((field, _), at) in FIELDS.iter().zip(&pointers) {
                 for reading in one["readings"].as_array().unwrap() {
                     let read = &reading[*field];

@@ -304,3 +304,58 @@ async fn the_upstream_gets_the_start_of_a_long_body_before_its_end() {
     let response = client.read_response().await;
     assert_eq!(response.text(), (first.len() + 2).to_string());
 }
+
+#[tokio::test]
+async fn bodies_over_http2_and_after_100_continue_are_read() {
+    let proxy = Proxy::with_echo(BY_MODEL).await;
+    let mut h2 = open_http2_connection(proxy.address).await;
+    for remaining in [99, 98] {
+        let request = Request::post("http://a/").header("content-type", "application/json");
+        let request = request
+            .body(Full::from(r#"{"model":"a"}"#).boxed())
+            .unwrap();
+        let response = await_response(h2.send_request(request)).await;
+        let limits = response.headers()["ratelimit"].to_str().unwrap().to_owned();
+        assert!(limits.contains(&format!("r={remaining}")), "{limits}");
+    }
+    let head = "POST / HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-type: application/json\r\ncontent-length: 13\r\n\r\n";
+    let mut client = proxy.send_raw(head).await;
+    let interim = client.read_any_response(true).await;
+    assert_eq!(interim.status, 100);
+    client.send(r#"{"model":"a"}"#).await;
+    let response = client.read_response().await;
+    assert_eq!(response.remaining("model"), Some(97));
+}
+
+#[tokio::test]
+async fn explain_reads_the_body_of_a_curl_line_and_of_a_request_to_the_admin_port() {
+    let config = ConfigFile::new(&tool_calls("shared"));
+    let call = r#"{"method":"tools/call","params":{"name":"fetch"}}"#;
+    let curl = format!("curl --json '{call}' http://a/mcp");
+    let explained = config.run_successfully(&["explain", "--curl", &curl]).await;
+    assert!(
+        explained.contains("calls  matches: key calls|127.0.0.1"),
+        "{explained}"
+    );
+    let list = r#"{"method":"tools/list"}"#;
+    let words = [
+        "explain",
+        "POST",
+        "/mcp",
+        "-H",
+        "content-type: application/json",
+        "--body",
+        list,
+    ];
+    let explained = config.run_successfully(&words).await;
+    assert!(
+        explained.contains("the condition on body field /method does not hold"),
+        "{explained}"
+    );
+    let proxy = Proxy::with_token(&tool_calls("shared")).await;
+    let headers = json!({ "content-type": "application/json" });
+    let described = json!({ "method": "POST", "url": "/mcp", "headers": headers, "body": call });
+    let request = proxy.admin_request("POST", "/explain");
+    let explained = request.body(described.to_string()).send().await.json();
+    assert_eq!(explained["policies"][0]["result"], "limits", "{explained}");
+}

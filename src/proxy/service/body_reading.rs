@@ -4,7 +4,7 @@ use http::request;
 
 use super::ProxyService;
 use super::request_summary::RequestContext;
-use crate::policy::{BodyFacts, BodyFormat, Facts};
+use crate::policy::{BodyFacts, BodyFormat, Facts, read_body};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::{RequestBody, UpstreamError};
 
@@ -41,7 +41,7 @@ impl ProxyService {
         let whole = whole.map_err(|error| body.client_error(&error))?;
         let read = |whole| {
             let checks = table.client.value_checks;
-            BodyFacts::read(whole, format, table.body_pointers(), checks)
+            read_body(whole, format, table.body_pointers(), checks)
         };
         Ok(Some(whole.as_deref().map_or(unread, read)))
     }
