@@ -1,6 +1,8 @@
 //! `docs/RECIPES.md`: each recipe runs with the traffic that its text names. `tests/envoy.sh` runs
 //! the recipes for Traefik and Envoy with these programs.
 
+mod budgets;
+
 use super::documentation::read_code_blocks;
 use crate::support::jwt_issuer::write_jwks;
 use crate::support::nginx::Nginx;
@@ -11,8 +13,8 @@ use tokio::net::TcpSocket;
 
 const PAGE: &str = "docs/RECIPES.md";
 
-/// The recipes that a test in this file runs.
-const TESTED_RECIPES: [&str; 27] = [
+/// The recipes that a test in this file or in `recipes/budgets.rs` runs.
+const TESTED_RECIPES: [&str; 31] = [
     "Per API key",
     "Per user of a JWT",
     "Alternatives in a key",
@@ -34,7 +36,11 @@ const TESTED_RECIPES: [&str; 27] = [
     "FastAPI",
     "gRPC",
     "WebSocket",
-    "Tokens of a language model",
+    "OpenAI",
+    "Anthropic",
+    "Gemini",
+    "MCP",
+    "Money",
     "Webhooks",
     "Behind nginx",
     "Behind Traefik",
@@ -515,30 +521,6 @@ async fn web_sockets() {
         open().await.1 == 101
     })
     .await;
-}
-
-#[tokio::test]
-async fn tokens_of_a_language_model() {
-    let app = Upstream::with_handler(|_request| async {
-        let body = r#"{"choices":[],"usage":{"total_tokens":60000}}"#;
-        let reply = Response::builder().header("content-type", "application/json");
-        reply.body(full_body(body)).unwrap()
-    })
-    .await;
-    let run = RecipeRun::before("Tokens of a language model", app.address).await;
-    let prompt = || {
-        let request = run.proxy.request("POST", "/v1/chat/completions");
-        request.body("{}")
-    };
-    let ask = |key| prompt().header("X-Api-Key", key).send_for_status();
-    // 60,000 of 100,000 tokens, then 20,000 too many. A charge may follow the response's end.
-    let mut admitted = 0;
-    while ask("a").await == 200 {
-        admitted += 1;
-    }
-    assert!((2..=3).contains(&admitted), "{admitted}");
-    assert_eq!(ask("b").await, 200);
-    assert_eq!(prompt().send().await.status, 400);
 }
 
 #[tokio::test]

@@ -143,7 +143,7 @@ class PolicyDialog {
       const full = createElement('i', {});
       full.style.width = `${all ? (100 * limit.used) / all : 0}%`;
       return createElement('tr', {}, createElement('th', { scope: 'row' }, limit.name), createElement('td', {}, createElement('div', { class: limit.remaining ? 'meter' : 'meter full', 'aria-hidden': 'true' }, full)),
-        createElement('td', { class: 'num' }, `${integerFormat.format(limit.used)} used`), createElement('td', { class: 'num' }, `${integerFormat.format(limit.remaining)} left`), createElement('td', { class: 'num quiet' }, limit.grows_in_s === null ? 'unused' : `more in ${limit.grows_in_s < 10 ? formatLatency(limit.grows_in_s) : formatDuration(limit.grows_in_s)}`));
+        createElement('td', { class: 'num' }, `${integerFormat.format(limit.used)} used`), createElement('td', { class: 'num' }, `${integerFormat.format(limit.remaining)} ${limit.unit ? `${limit.unit} ` : ''}left`), createElement('td', { class: 'num quiet' }, limit.grows_in_s === null ? 'unused' : `more in ${limit.grows_in_s < 10 ? formatLatency(limit.grows_in_s) : formatDuration(limit.grows_in_s)}`));
     };
     return [!isBlocked && key.override_words && createElement('p', {}, `${capitalize(key.override_words)}.`), createElement('p', {}, createElement('strong', {}, key.mode && key.mode !== 'enforce' ? `${verdict} (A policy in mode ${key.mode} does not refuse requests.)` : verdict), ' ', createElement('code', { class: 'wrap', title: key.key }, decodeNonAscii(key.key))),
       createElement('div', { class: 'scroll' }, createElement('table', { class: 'stand' }, createElement('caption', { class: 'unseen' }, 'State of the key'), createElement('tbody', {}, key.limits.map(row))))];
