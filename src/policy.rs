@@ -188,9 +188,9 @@ impl Policy {
         }
     }
 
-    /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter or
-    /// cookie of its conditions differently, or the body can't be read and `missing_key` rejects, and
-    /// all other conditions hold.
+    /// Returns why it is unclear whether the policy applies: upstreams may read a query parameter
+    /// or cookie of its conditions differently, or the body can't be read and `missing_key`
+    /// rejects, and all other conditions hold.
     pub fn find_ambiguity(&self, facts: &Facts<'_>, checks: ValueChecks) -> Option<KeyError> {
         let matcher = &self.matcher;
         let mut paths = facts.paths.iter();

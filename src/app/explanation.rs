@@ -63,7 +63,7 @@ pub(crate) async fn explain_request<'t>(
         }
     };
     let store = backend.open_for_inspection().await;
-    let facts = inbound.facts(&parts, Some(&certificate));
+    let facts = inbound.facts(&parts, Some(&certificate), None);
     let body = read_described_body(description.body.as_bytes(), &parts, table, &facts);
     let facts = Facts {
         body: body.as_ref(),

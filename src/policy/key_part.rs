@@ -159,8 +159,8 @@ impl KeyPart {
         }
     }
 
-    /// The name of a header, query parameter, cookie, claim or descriptor entry, or the pointer into
-    /// the body; otherwise empty.
+    /// The name of a header, query parameter, cookie, claim or descriptor entry, or the pointer
+    /// into the body; otherwise empty.
     pub fn name(&self) -> &str {
         match self {
             Self::Header(name) => name.as_str(),

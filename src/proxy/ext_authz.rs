@@ -108,7 +108,7 @@ impl ProxyService {
             }
         };
         // No client certificate: the peer's certificate identifies the proxy in front.
-        let mut facts = inbound.facts(&parts, None);
+        let mut facts = inbound.facts(&parts, None, None);
         facts.has_joined_headers = !self.ext_authz.accepts_joined_headers;
         let verdict = self.enforcer.decide_request(&snapshot, &facts, arrived_at);
         let verdict = verdict.await;

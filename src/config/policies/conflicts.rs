@@ -36,6 +36,7 @@ pub(super) fn report_conflicts(
     quota: &Quota,
 ) {
     report_foreign_key_part(reader, kind, quota);
+    report_budget_conflicts(reader, context, kind, quota);
     report_unknown_usage(reader, quota);
     let first_set = |one, other| if reader.contains_key(one) { one } else { other };
     let (limits, cost) = (
@@ -51,11 +52,6 @@ pub(super) fn report_conflicts(
     let (blocks, blocks_by_responses) = (quota.block.is_some(), quota.counts_responses());
     let has_header_cost = matches!(quota.cost, CostSource::Header(_));
     let is_estimated = quota.cost.as_estimate().is_some();
-    let cuts_off = (quota.cost.as_estimate()).is_some_and(|cost| cost.cut_off.is_some());
-    let is_body = |part: &KeyPart| matches!(part, KeyPart::Body(_));
-    let keyed_by_body = quota.key.sources().any(is_body);
-    let body = if keyed_by_body { "key" } else { "match" };
-    let reads_body = keyed_by_body || kind.matches_body;
     let is_local = kind.on_store_failure == OnStoreFailure::Local;
     let has_slots = has_limit(is_concurrency_limit);
     let has_only_slots = !quota.limits.is_empty() && quota.limits.iter().all(is_concurrency_limit);
@@ -76,10 +72,8 @@ pub(super) fn report_conflicts(
         Error(limits) if for_descriptors && delays => "a call of the rate-limit service can't be delayed; expected another algorithm, such as \"token_bucket\" with burst = 1";
         Error(limits) if for_descriptors && is_requested => "a call of the rate-limit service has no token, header or certificate; expected requests instead of requests_from, or the limit of a descriptor";
         Error(cost) if for_ext_authz && is_estimated => "calls at check.address carry no response; expected no estimate, or no [check]";
-        Error(body) if for_ext_authz && reads_body => "calls at check.address carry no body; expected no body:/POINTER and no body in match, or no [check]";
         Error(limits) if for_ext_authz && has_slots => "calls at check.address do not report the end of a request; expected no algorithm = \"concurrency\", or no [check]";
         Error(cost) if has_only_slots && is_estimated => "never settled: a request takes one concurrency slot, whatever its cost; expected another limit too";
-        Error("cost") if delays && cuts_off => "cut_off not with algorithm = \"leaky_bucket\": a response can't wait in the queue; expected another algorithm";
         Error("count_rejected") if reader.contains_key("count_when") && counts_rejected => "not with count_when: a rejected request has no response of the app; expected false";
         Error("count_rejected") if has_slots && counts_rejected => "algorithm = \"concurrency\" can't count rejected requests: they are not in flight; expected false";
         Error("dynamic") if shares_counter && is_dynamic => "not with counter: an override has the name of one policy, and a key of this counter belongs to several; expected false, or [[policy.override]] in all of them";
@@ -107,13 +101,35 @@ pub(super) fn report_conflicts(
         Error("count_rejected") if in_instance && counts_rejected && watching.is_some() => "not with scope = \"instance\" in mode \"{}\": the instance counts before it knows whether Redis admits the request; expected false, or mode = \"enforce\" for the policy and its overrides", watching.unwrap_or_default();
         Warning("on_store_failure") if in_instance && reader.contains_key("on_store_failure") => "without effect with scope = \"instance\": the counters are in this process; expected no such key";
         Warning("cost") if quota.cost.min_units() == 0 => "requests with cost 0 are never limited";
-        Warning("cost") if cuts_off && is_watching => "cut_off without effect: a policy in mode \"{mode}\" ends no response";
-        Warning("cost") if is_low_estimate(quota) => "the estimate is far below what responses with token counts report, and requests in flight at the same time overspend by the difference; expected about the usual cost, or an estimate from the request such as {{ request_json = \"/max_tokens\", default = 500, max = 8000 }}";
         Warning("block_for") if blocks && !is_enforced => "without effect: a policy in mode \"{mode}\" blocks no key";
         Warning("lease") if leases && is_watching => "without effect: a policy in mode \"{mode}\" counts each request in the store";
         Warning("lease") if leases && !is_watching && context.uses_memory_store => "without effect with store.kind = \"memory\": counters are in this process";
         Warning("shards") if is_sharded && !context.uses_redis_cluster => "without effect: sharding needs a Redis Cluster";
         Warning("shards") if is_sharded && kind.mode != PolicyMode::Enforce => "in mode \"{mode}\" a policy asks only one shard, so it reports more rejections than enforcement would cause";
+    }
+}
+
+/// Reports conflicts of costs from the response and of values in the body.
+fn report_budget_conflicts(
+    reader: &TableReader<'_>,
+    context: &PolicyContext,
+    kind: PolicyKind,
+    quota: &Quota,
+) {
+    let cuts_off = (quota.cost.as_estimate()).is_some_and(|cost| cost.cut_off.is_some());
+    let is_body = |part: &KeyPart| matches!(part, KeyPart::Body(_));
+    let keyed_by_body = quota.key.sources().any(is_body);
+    let body = if keyed_by_body { "key" } else { "match" };
+    let reads_body = keyed_by_body || kind.matches_body;
+    let for_ext_authz = context.has_ext_authz && !kind.matches_descriptors;
+    let mut limits = quota.all_limits();
+    let delays = limits.any(|one| one.limit.algorithm.is_queue());
+    let (mode, is_watching) = (kind.mode.name(), kind.is_watching());
+    report! { reader;
+        Error(body) if for_ext_authz && reads_body => "calls at check.address carry no body; expected no body:/POINTER and no body in match, or no [check]";
+        Error("cost") if delays && cuts_off => "cut_off not with algorithm = \"leaky_bucket\": a response can't wait in the queue; expected another algorithm";
+        Warning("cost") if cuts_off && is_watching => "cut_off without effect: a policy in mode \"{mode}\" ends no response";
+        Warning("cost") if is_low_estimate(quota) => "the estimate is far below what responses with token counts report, and requests in flight at the same time overspend by the difference; expected about the usual cost, or an estimate from the request such as {{ request_json = \"/max_tokens\", default = 500, max = 8000 }}";
     }
 }
 

@@ -120,16 +120,16 @@ schema_table! {
         min: integer(0, MAX_UNITS), default = "1";
         /// Largest valid cost in the header. Also the cost if the header is invalid or repeated.
         max: integer(0, MAX_UNITS), default = "100";
-        /// Units charged on arrival, at least 1: a number, or what the request states, added up. The
-        /// response settles the difference.
+        /// Units charged on arrival, at least 1: a number, or what the request states, added up.
+        /// The response settles the difference.
         estimate: ValueKind::Either(&ESTIMATED_UNITS, ", or a table such as { request_json = \"/max_tokens\", default = 500, max = 8000 } or a list of tables", &ESTIMATE_TABLES), required;
         /// Source of the actual cost: a response header or trailer, a JSON pointer to a number in
         /// the body, or several of them, added up with weights. If the response has none of them,
         /// the estimate stands.
         actual: ValueKind::Either(&ACTUAL_TEXT, ", or a table such as { response_json = \"/usage/output_tokens\", weight = 4 } or a list of tables", &ACTUAL_TABLES), required;
-        /// true: charges the response while it streams, and ends it when the key has nothing left. An
-        /// event stream ends after a whole event with event: error; of another body, the connection
-        /// is closed. Only in mode "enforce". Not with leaky_bucket.
+        /// true: charges the response while it streams, and ends it when the key has nothing left.
+        /// An event stream ends after a whole event with event: error; of another body, the
+        /// connection is closed. Only in mode "enforce". Not with leaky_bucket.
         cut_off: Bool, default = "false";
         /// cut_off only: units of each further charge. A stream overspends by less than this and
         /// one event.
@@ -196,8 +196,8 @@ schema_table! {
         client_ips: TextList("networks such as \"10.0.0.0/8\""), default = "";
         /// Conditions on token claims, by name or JSON pointer. Of a list, one element must match.
         jwt: conditions("claim", |name| ClaimName::parse(name).map(KeyPart::Claim));
-        /// Conditions on values in the body, by JSON pointer or "/FIELD" of a form. A body that can't
-        /// be read meets them: see missing_key.
+        /// Conditions on values in the body, by JSON pointer or "/FIELD" of a form. A body that
+        /// can't be read meets them: see missing_key.
         body: conditions("JSON pointer", |text| JsonPointer::parse(text).map(KeyPart::Body));
         /// Domain of rate-limit service calls. With domain or descriptors, only not is allowed
         /// beside them.

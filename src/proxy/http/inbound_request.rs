@@ -10,7 +10,7 @@ use crate::clock;
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::{RequestToken, TokenError};
 use crate::policy::path::{self, ForwardedPath, PathError, PathInterpretations};
-use crate::policy::{Facts, HeaderValueError, PolicyTable};
+use crate::policy::{BodyFacts, Facts, HeaderValueError, PolicyTable};
 use crate::tls::CertificateSubject;
 
 /// Request properties for policies, except the headers. The properties are owned, so that the
@@ -105,6 +105,7 @@ impl InboundRequest {
         &'a self,
         parts: &'a request::Parts,
         client_cert: Option<&'a CertificateSubject>,
+        body: Option<&'a BodyFacts>,
     ) -> Facts<'a> {
         Facts {
             method: &parts.method,
@@ -117,7 +118,7 @@ impl InboundRequest {
             client_cert,
             has_joined_headers: false,
             is_peer_trusted: self.client.is_peer_trusted,
-            body: None,
+            body,
             unreadable_holds: true,
             descriptor: None,
         }

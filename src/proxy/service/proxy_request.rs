@@ -13,7 +13,7 @@ use super::ProxyService;
 use super::held_exchange::{HeldExchange, await_until_deadline};
 use super::request_summary::{RequestContext, RequestSummary};
 use crate::enforcer::{ConcurrencySlotGuard, EstimatedCharge, Verdict};
-use crate::policy::{Facts, PolicyTable, SelfServiceSettings};
+use crate::policy::{PolicyTable, SelfServiceSettings};
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::headers::ForwardingContext;
@@ -53,51 +53,37 @@ impl ProxyService {
         let trace = TraceParent::from_headers(&parts.headers);
         let recording = self.start_trace_recording(trace, &parts, &inbound, &context);
 
-        // 2. Decide. A tunnel is counted and a body read first: nothing is charged for one too many,
-        // or for a body that ends early.
-        let mut tunnel_count = self.count_tunnel(&inbound, table);
+        // 2. Decide. Nothing is charged for a tunnel too many, or for a body that ends early.
+        let mut admission = self.count_tunnel(&inbound, table);
         let (mut body_facts, mut asked_at) = (None, context.arrived_at);
-        if has_body && table.reads_bodies() && tunnel_count.is_ok() {
-            let reading = self.read_body(&parts, &inbound, &context, &body);
-            match Box::pin(reading).await {
-                Ok(facts) => body_facts = facts.map(Box::new),
-                Err(error) => tunnel_count = Err(Box::new(error)),
-            }
-            asked_at = Instant::now();
+        if has_body && table.reads_bodies() && admission.is_ok() {
+            let reading = self.read_body((&parts, &inbound), &context, &body, &mut admission);
+            (body_facts, asked_at) = Box::pin(reading).await;
         }
-        let mut verdict = match &tunnel_count {
-            Ok(_) => {
-                let facts = Facts {
-                    body: body_facts.as_deref(),
-                    ..inbound.facts(&parts, peer.certificate_subject.as_ref())
-                };
-                self.enforcer
-                    .decide_request(&policies, &facts, asked_at)
-                    .await
-            }
-            Err(_) => Verdict::default(),
-        };
+        let mut verdict = Verdict::default();
+        if admission.is_ok() {
+            let certificate = peer.certificate_subject.as_ref();
+            let facts = inbound.facts(&parts, certificate, body_facts.as_deref());
+            let decision = self.enforcer.decide_request(&policies, &facts, asked_at);
+            verdict = decision.await;
+        }
         self.record_decision(&verdict, &inbound, peer);
         let mut summary = RequestSummary::new(context, &parts, inbound, trace, recording);
-        if let Some(reply) =
-            local_replies::build_verdict_reply(&verdict, table.rate_limit_headers, context.style)
-        {
+        let fields = table.rate_limit_headers;
+        if let Some(reply) = local_replies::build_verdict_reply(&verdict, fields, context.style) {
             return self.reject_request(body, reply, &mut summary, &verdict);
         }
-        // The concurrency slot is released when the response ends or this future is dropped.
         let mut slot_guard = verdict.slot_guard.take();
         let estimates = std::mem::take(&mut verdict.estimated_charges);
         let deadline = (slot_guard.as_ref()).and_then(|guard| guard.request_ends_at);
 
         // 3. Wait.
-        let turn = self.wait_for_turn(&verdict, &mut summary, tunnel_count, deadline);
+        let turn = self.wait_for_turn(&verdict, &mut summary, admission, deadline);
         let ready_at = match turn.await {
             Ok(ready_at) => ready_at,
             Err(error) => {
-                let mut response =
-                    self.respond_to_unsent_request(body, &error, estimates, context.style);
-                self.complete_response(&mut response, &mut summary, &verdict);
-                return response;
+                let unsent = (body, estimates);
+                return self.respond_to_unsent_request(unsent, &error, &mut summary, &verdict);
             }
         };
 
@@ -107,8 +93,7 @@ impl ProxyService {
         let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
         let is_upgrade = summary.target.upgrade_request.is_some();
         let request = (Request::from_parts(parts, body), is_upgrade);
-        let slot = (&mut slot_guard, deadline);
-        let client = (summary.client.ip, table);
+        let (slot, client) = ((&mut slot_guard, deadline), (summary.client.ip, table));
         let sending = self.forward(request, client, ready_at, interim, slot, &was_sent);
 
         // 5. Finish.
@@ -192,10 +177,10 @@ impl ProxyService {
         &self,
         verdict: &Verdict<'_>,
         summary: &mut RequestSummary<'_>,
-        tunnel_count: Result<Option<Box<ClientCountGuard>>, Box<UpstreamError>>,
+        admission: Result<Option<Box<ClientCountGuard>>, Box<UpstreamError>>,
         deadline: Option<Instant>,
     ) -> Result<Instant, UpstreamError> {
-        summary.tunnel_count = tunnel_count.map_err(|error| *error)?;
+        summary.tunnel_count = admission.map_err(|error| *error)?;
         let decided_at = verdict.decided_at.unwrap_or(summary.context.arrived_at);
         let turn = pin!(self.upstream.delay_request(verdict.delay, decided_at));
         await_until_deadline(deadline, turn).await
@@ -313,16 +298,19 @@ impl ProxyService {
     /// Responds to a request that ended before it was sent. Its estimates are returned.
     fn respond_to_unsent_request(
         &self,
-        body: RequestBody,
+        (body, estimates): (RequestBody, Vec<EstimatedCharge>),
         error: &UpstreamError,
-        estimates: Vec<EstimatedCharge>,
-        style: ReplyStyle<'_>,
+        summary: &mut RequestSummary<'_>,
+        verdict: &Verdict<'_>,
     ) -> Response<ResponseBody> {
         body.discard();
         for estimate in estimates {
             estimate.settle(0);
         }
-        self.respond_to_forward_error(error, Vec::new(), style)
+        let style = summary.context.style;
+        let mut response = self.respond_to_forward_error(error, Vec::new(), style);
+        self.complete_response(&mut response, summary, verdict);
+        response
     }
 
     /// Responds to a request without a response. `unsent` are the estimates of a request of which
@@ -393,7 +381,7 @@ impl ProxyService {
             return self.respond_without_upstream(body, reply, arrived_at.elapsed());
         }
         let certificate = context.peer.certificate_subject.as_ref();
-        let facts = inbound.facts(parts, certificate);
+        let facts = inbound.facts(parts, certificate, None);
         let is_trusted = inbound.client.is_peer_trusted;
         let Some(client) = context.table.client_quotas(&facts, is_trusted) else {
             let detail = "No policy has a key that identifies the client of this request. Expected a valid \

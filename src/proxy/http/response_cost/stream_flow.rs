@@ -76,8 +76,8 @@ impl StreamFlow {
         usize::try_from(charge.bytes_of_units(units)).unwrap_or(usize::MAX)
     }
 
-    /// Takes further units in time for bytes that have arrived. Ready with `Ok` if the response may go on, or with the seconds
-    /// until further units fit if nothing is left.
+    /// Takes further units in time for bytes that have arrived. Ready with `Ok` if the response may
+    /// go on, or with the seconds until further units fit if nothing is left.
     pub(super) fn poll_units(
         &mut self,
         charge: &mut EstimatedCharge,
