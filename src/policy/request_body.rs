@@ -1,6 +1,7 @@
 //! What policies read in the body of a request: values at JSON pointers, form fields, and its size.
 
 use super::facts::query_values;
+use super::json_pointer::parse_whole_number;
 use super::json_scanner::{BodyValue, JsonPointerScanner, MAX_TEXT_BYTES};
 use super::value_checks::{is_query_ambiguous, names_parameter};
 use super::{JsonPointer, MediaType, ValueChecks};
@@ -82,6 +83,22 @@ impl BodyFacts {
             size,
             values: Some(values.collect()),
         }
+    }
+
+    /// The values of a body in a log, at the pointers of all policies. Digits are a number.
+    pub fn from_texts<'t>(
+        size: Option<u64>,
+        texts: impl Iterator<Item = (JsonPointer, Option<&'t str>)>,
+    ) -> Self {
+        let values = texts.map(|(pointer, text)| match text {
+            None => (pointer, BodyValue::Absent),
+            Some(text) if parse_whole_number(text.as_bytes()).is_some() => {
+                (pointer, BodyValue::Number(text.into()))
+            }
+            Some(text) => (pointer, BodyValue::Text(text.into())),
+        });
+        let values = Some(values.collect());
+        Self { size, values }
     }
 
     /// The value at a pointer of a policy.
