@@ -90,13 +90,11 @@ impl BodyFacts {
         size: Option<u64>,
         texts: impl Iterator<Item = (JsonPointer, Option<&'t str>)>,
     ) -> Self {
-        let values = texts.map(|(pointer, text)| match text {
-            None => (pointer, BodyValue::Absent),
-            Some(text) if parse_whole_number(text.as_bytes()).is_some() => {
-                (pointer, BodyValue::Number(text.into()))
-            }
-            Some(text) => (pointer, BodyValue::Text(text.into())),
-        });
+        let value = |text: &str| match parse_whole_number(text.as_bytes()) {
+            Some(_) => BodyValue::Number(text.into()),
+            None => BodyValue::Text(text.into()),
+        };
+        let values = texts.map(|(pointer, text)| (pointer, text.map_or(BodyValue::Absent, value)));
         let values = Some(values.collect());
         Self { size, values }
     }

@@ -121,18 +121,16 @@ pub(super) fn mapping_option(name: &str) -> String {
     format!("--{option}-from {name}")
 }
 
-fn suggest_mapping(name: Option<String>) -> String {
-    let option = name.map(|name| mapping_option(&name));
-    let text = option.map(|option| format!("; {option}=FIELD names the field"));
-    text.unwrap_or_default()
+fn suggest_mapping(name: &str) -> String {
+    format!("; {}=FIELD names the field", mapping_option(name))
 }
 
-/// The name of a header or value in the body as [`RequiredFields`] has it.
-fn field_name(part: &KeyPart) -> Option<String> {
+/// Suggests the option for a header or a value in the body. The text is empty for other parts.
+fn suggest_part_mapping(part: &KeyPart) -> String {
     match part {
-        KeyPart::Header(name) => Some(name.to_string()),
-        KeyPart::Body(_) => Some(part.source_label().into_owned()),
-        _ => None,
+        KeyPart::Header(name) => suggest_mapping(name.as_str()),
+        KeyPart::Body(_) => suggest_mapping(&part.source_label()),
+        _ => String::new(),
     }
 }
 
@@ -180,7 +178,7 @@ impl MissingFieldCheck<'_> {
                 join_texts(missing, ", ")
             );
             for part in missing.iter().flat_map(|part| part.alternatives()) {
-                sentence.push_str(&suggest_mapping(field_name(part)));
+                sentence.push_str(&suggest_part_mapping(part));
             }
             return Some(sentence);
         }
@@ -222,16 +220,7 @@ impl MissingFieldCheck<'_> {
                 "the log has no {names}, so every request was treated as if {they_were} absent"
             ));
         }
-        let parts = quota.cost.parts();
-        let parts = parts.filter(|part| !self.log_has_key_part(part));
-        let parts = parts.map(|part| (part.to_string(), suggest_mapping(field_name(&part))));
-        let is_size_missing = quota.cost.reads_body_size() && !self.has_field("request_bytes");
-        let size = is_size_missing.then(|| "request_bytes".to_owned());
-        let size = size.map(|name| ("a body".to_owned(), suggest_mapping(Some(name))));
-        let parts: BTreeSet<_> = parts.chain(size).collect();
-        texts.extend(parts.into_iter().map(|(part, suggestion)| {
-            format!("its cost was computed as if no request had {part}{suggestion}")
-        }));
+        self.describe_missing_cost_parts(&quota.cost, texts);
         match &quota.cost {
             CostSource::Header(cost) if !self.has_field(cost.name.as_str()) => {
                 texts.push(format!(
@@ -254,9 +243,9 @@ impl MissingFieldCheck<'_> {
                 let has_source = |source: &ReportSource| self.has_field(&source.label());
                 let missing = reported.iter();
                 let missing = missing.filter(|one| !one.sources.iter().any(has_source));
-                let missing: Vec<_> = missing.filter_map(|one| one.sources.first()).collect();
-                let suggestions = missing.iter().map(|one| suggest_mapping(Some(one.label())));
-                let suggestions: String = suggestions.collect();
+                let missing = missing.filter_map(|one| one.sources.first());
+                let missing: Vec<_> = missing.map(|one| suggest_mapping(&one.label())).collect();
+                let suggestions = missing.concat();
                 let estimate = &cost.estimate;
                 if missing.len() == reported.len() {
                     texts.push(format!("every request cost its estimate, {estimate}, because the log has no response data{suggestions}"));
@@ -288,6 +277,18 @@ impl MissingFieldCheck<'_> {
                 "{without} of {requests} requests have no duration, so they hold no slot of its concurrency limit"
             ));
         }
+    }
+
+    /// What the cost reads in requests.
+    fn describe_missing_cost_parts(&self, cost: &CostSource, texts: &mut Vec<String>) {
+        let parts = cost.parts().filter(|part| !self.log_has_key_part(part));
+        let parts = parts.map(|part| (part.to_string(), suggest_part_mapping(&part)));
+        let is_size_missing = cost.reads_body_size() && !self.has_field("request_bytes");
+        let size = is_size_missing.then(|| ("a body".to_owned(), suggest_mapping("request_bytes")));
+        let parts: BTreeSet<_> = parts.chain(size).collect();
+        texts.extend(parts.into_iter().map(|(part, suggestion)| {
+            format!("its cost was computed as if no request had {part}{suggestion}")
+        }));
     }
 
     fn log_has_key_part(&self, part: &KeyPart) -> bool {
