@@ -55,7 +55,7 @@ fn main() {
         let settings = Settings {
             logs: vec![path.clone()],
             format: None,
-            header_fields: Vec::new(),
+            field_mappings: Vec::new(),
             spread_within_second: true,
             suggest_percent: suggest,
             top_keys: 10,

@@ -19,10 +19,9 @@ pub use parsers::{AccessLogFormat, LineTemplate};
 pub use report::ReplayReport;
 
 use crate::policy::PolicyTable;
-use http::HeaderName;
 use log_merge::{LogReport, LogSource};
 use missing_fields::FieldCoverage;
-use parsers::RequiredHeaders;
+use parsers::RequiredFields;
 use serde::Serializer;
 use simulator::PolicySimulator;
 use std::cell::Cell;
@@ -36,8 +35,9 @@ pub struct Settings {
     pub logs: Vec<PathBuf>,
     /// Log format; `None` detects the format of each log.
     pub format: Option<AccessLogFormat>,
-    /// Headers, each with the log field that holds its value.
-    pub header_fields: Vec<(HeaderName, String)>,
+    /// Headers by name, and sources such as `body:/model`, each with the log field that holds its
+    /// value.
+    pub field_mappings: Vec<(String, String)>,
     /// Spreads requests whose times are whole seconds evenly over their second.
     pub spread_within_second: bool,
     /// Maximum share of keys, in percent, that a suggested limit may affect. `None` disables
@@ -61,13 +61,13 @@ pub fn replay_logs(
     let names = sets
         .iter()
         .flat_map(|(_, table)| table.referenced_headers());
-    let required_headers = RequiredHeaders::new(names, &settings.header_fields);
-    let coverage = find_fields_of_keys(settings, sets, required_headers)?;
+    let required_fields = RequiredFields::new(names, &settings.field_mappings);
+    let coverage = find_fields_of_keys(settings, sets, required_fields)?;
     let bytes_read = Rc::new(Cell::new(0));
     let paths = settings.logs.iter();
-    let required_headers = &coverage.required_headers;
+    let required_fields = &coverage.required_fields;
     let sources =
-        paths.map(|path| open_log(path, settings, required_headers, Rc::clone(&bytes_read)));
+        paths.map(|path| open_log(path, settings, required_fields, Rc::clone(&bytes_read)));
     let mut sources: Vec<LogSource> = sources.collect::<Result<_, _>>()?;
     let with_suggestions = settings.suggest_percent.is_some();
     let mut simulators: Vec<PolicySimulator<'_>> = sets
@@ -106,9 +106,9 @@ pub fn replay_logs(
 fn find_fields_of_keys(
     settings: &Settings,
     sets: &[(String, &PolicyTable)],
-    required_headers: RequiredHeaders,
+    required_fields: RequiredFields,
 ) -> Result<FieldCoverage, String> {
-    let mut coverage = FieldCoverage::new(required_headers);
+    let mut coverage = FieldCoverage::new(required_fields);
     let mut open: Vec<(&PolicyTable, usize)> = Vec::new();
     for (_, table) in sets {
         let check = coverage.check(table);
@@ -119,7 +119,7 @@ fn find_fields_of_keys(
         if open.is_empty() {
             break;
         }
-        let mut log = open_log(path, settings, &coverage.required_headers, Rc::default())?;
+        let mut log = open_log(path, settings, &coverage.required_fields, Rc::default())?;
         log.read_requests_until(|request| {
             coverage.record_request(request, false);
             open.retain(|(table, policy)| coverage.check(table).lacks_key(*policy));
@@ -151,14 +151,15 @@ fn check_requests_and_mapped_fields(
     let Some(coverage) = simulators.first().map(|one| &one.report.field_coverage) else {
         return Ok(());
     };
-    let errors = settings.header_fields.iter().filter_map(|(name, field)| {
-        let place = coverage.required_headers.names.iter().position(|known| known == name)?;
-        let count = coverage.with_header.get(place)?;
+    let errors = settings.field_mappings.iter().filter_map(|(name, field)| {
+        let place = coverage.required_fields.names.iter().position(|known| known == name)?;
+        let count = coverage.with_field.get(place)?;
         (*count == 0).then(|| {
             format!(
-                "error: --header-from {name}={}: no request in the log has this field; text formats have remote_user, \
+                "error: {}={}: no request in the log has this field; text formats have remote_user, \
                  referer, user_agent and extra1, extra2, … after them, JSON the fields of its lines, and custom formats \
                  their variables\n",
+                missing_fields::mapping_option(name),
                 field.escape_debug()
             )
         })
@@ -173,7 +174,7 @@ fn check_requests_and_mapped_fields(
 fn open_log(
     path: &std::path::Path,
     settings: &Settings,
-    required_headers: &RequiredHeaders,
+    required_fields: &RequiredFields,
     bytes_read: Rc<Cell<u64>>,
 ) -> Result<LogSource, String> {
     let path_text = path.display().to_string();
@@ -187,7 +188,7 @@ fn open_log(
             "error: {escaped_path}: none of the first lines is a request in a known format{detail}; choose one with --format: {names}\n"
         )
     })?;
-    Ok(LogSource::new(input, &format, required_headers, settings))
+    Ok(LogSource::new(input, &format, required_fields, settings))
 }
 
 /// A time of the JSON report: seconds since the Unix epoch.

@@ -3,7 +3,7 @@
 use super::flags::sources_without_upstream;
 use super::output::{CommandError, has_colours, new_progress_bar};
 use crate::config::{self, Config, ConfigSources};
-use crate::policy::PolicyTable;
+use crate::policy::{JsonPointer, PolicyTable, ReportSource};
 use crate::replay::{self, AccessLogFormat, LineTemplate, Settings};
 use console::Term;
 use http::HeaderName;
@@ -34,7 +34,7 @@ Examples:
   tidegate replay --json access.log | jq '.sets[0].policies[] | {name, rejected, keys_touched}'
 
 Exit codes: 0 a report was made, whatever it says; 1 a file can't be opened or parsed, no line is a request, or
-no request has a field of --header-from.";
+no request has a field of --field-from.";
 
 /// Input and output of a replay.
 #[derive(clap::Args, Debug)]
@@ -47,11 +47,13 @@ pub(super) struct ReplayArguments {
     /// format with nginx variables ($remote_addr …) or Apache directives (%h …).
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     format: Option<AccessLogFormat>,
-    /// Log field that holds a request header. In text formats, extra1, extra2, … are the fields
+    /// Log field that holds a request header, a value of the request body (body:/POINTER), its size
+    /// (request_bytes), or a cost that the response reports (response_json:/POINTER,
+    /// response_header:NAME). In text formats, extra1, extra2, … are the fields
     /// after the user agent and remote_user is the user name. In JSON, a field path; in a format of
     /// your own, a variable without $. Repeatable.
-    #[arg(long, value_name = "HEADER=FIELD", value_parser = parse_header_mapping)]
-    header_from: Vec<(HeaderName, String)>,
+    #[arg(long, visible_alias = "header-from", value_name = "SOURCE=FIELD", value_parser = parse_field_mapping)]
+    field_from: Vec<(String, String)>,
     /// Second configuration to compare with.
     #[arg(long, value_name = "FILE")]
     compare: Option<PathBuf>,
@@ -92,7 +94,7 @@ pub(super) fn run_replay(
     let settings = Settings {
         logs: arguments.logs.clone(),
         format: arguments.format.clone(),
-        header_fields: arguments.header_from.clone(),
+        field_mappings: arguments.field_from.clone(),
         spread_within_second: !arguments.no_spread,
         suggest_percent: arguments.suggest,
         top_keys: arguments.top.min(MAX_TOP_KEYS),
@@ -152,14 +154,20 @@ fn parse_format(text: &str) -> Result<AccessLogFormat, String> {
     })
 }
 
-fn parse_header_mapping(text: &str) -> Result<(HeaderName, String), String> {
-    let (name, field) = text
-        .split_once('=')
-        .ok_or("expected HEADER=FIELD, e.g. x-user-id=remote_user")?;
-    let name: HeaderName = name
-        .trim()
-        .parse()
-        .map_err(|error| format!("{name:?}: {error}"))?;
+fn parse_field_mapping(text: &str) -> Result<(String, String), String> {
+    let (source, field) = text.split_once('=').ok_or(
+        "expected HEADER=FIELD or SOURCE=FIELD, e.g. x-user-id=remote_user or body:/model=model",
+    )?;
+    let source = source.trim();
+    let name = match source.split_once(':') {
+        None => {
+            let name: Result<HeaderName, _> = source.parse();
+            name.map_err(|error| format!("{source:?}: {error}"))?
+                .to_string()
+        }
+        Some(("body", pointer)) => JsonPointer::parse(pointer).map(|_| source.to_owned())?,
+        Some(_) => ReportSource::parse(source)?.label(),
+    };
     Ok((name, field.trim().to_owned()))
 }
 

@@ -1,6 +1,7 @@
 //! What policies know of the body of a request: its size, and values at JSON pointers.
 
 use super::JsonPointer;
+use super::json_pointer::parse_whole_number;
 use super::json_scanner::BodyValue;
 
 /// The body of a request, as policies read it.
@@ -21,6 +22,20 @@ impl BodyFacts {
     /// The values of a body that was read.
     pub fn new(size: Option<u64>, values: Box<[(JsonPointer, BodyValue)]>) -> Self {
         let values = Some(values);
+        Self { size, values }
+    }
+
+    /// The values of a body in a log, at the pointers of all policies. Digits are a number.
+    pub fn from_texts<'t>(
+        size: Option<u64>,
+        texts: impl Iterator<Item = (JsonPointer, Option<&'t str>)>,
+    ) -> Self {
+        let value = |text: &str| match parse_whole_number(text.as_bytes()) {
+            Some(_) => BodyValue::Number(text.into()),
+            None => BodyValue::Text(text.into()),
+        };
+        let values = texts.map(|(pointer, text)| (pointer, text.map_or(BodyValue::Absent, value)));
+        let values = Some(values.collect());
         Self { size, values }
     }
 

@@ -377,6 +377,14 @@ impl ReportSource {
             _ => Err("expected \"response_header:NAME\" or \"response_json:/POINTER\"".to_owned()),
         }
     }
+
+    /// The source as [`Self::parse`] reads it.
+    pub fn label(&self) -> String {
+        match self {
+            Self::Header(name) => format!("response_header:{name}"),
+            Self::Json(pointer) => format!("response_json:{pointer}"),
+        }
+    }
 }
 
 /// A set of response statuses: single ones, and classes such as `4xx`.

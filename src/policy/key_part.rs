@@ -203,7 +203,7 @@ impl KeyPart {
     }
 
     /// The source of a value as operators write it before the value: `header:x-api-key`.
-    pub(super) fn source_label(&self) -> Cow<'static, str> {
+    pub fn source_label(&self) -> Cow<'static, str> {
         match (self.traits().label, self.name()) {
             (label, "") => label.into(),
             (label, name) => format!("{label}:{name}").into(),

@@ -12,7 +12,7 @@
 use super::Settings;
 use super::log_reader::{AccessLogReader, RawLogLine};
 use super::parsers::{
-    AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredHeaders,
+    AccessLogFormat, LineParser, ParsedLine, ParsedRequest, RequestFacts, RequiredFields,
 };
 use crate::text::{count_noun, format_count};
 use serde::Serialize;
@@ -95,7 +95,7 @@ impl LogSource {
     pub(super) fn new(
         reader: AccessLogReader,
         format: &AccessLogFormat,
-        required_headers: &RequiredHeaders,
+        required_fields: &RequiredFields,
         settings: &Settings,
     ) -> Self {
         Self {
@@ -106,7 +106,7 @@ impl LogSource {
             },
             reader,
             has_query: format.records_query(),
-            parser: LineParser::new(format, required_headers),
+            parser: LineParser::new(format, required_fields),
             spread_within_second: settings.spread_within_second,
             log_count: settings.logs.len().max(1),
             buffered_requests: Vec::new(),
@@ -323,8 +323,8 @@ fn spread_within_seconds(entries: &mut [BufferedRequest]) {
 }
 
 impl ReplayRequest<'_> {
-    /// Returns the logged headers, by their index in [`super::parsers::RequiredHeaders`].
-    pub(super) fn headers(&self) -> impl Iterator<Item = (usize, &[u8])> {
+    /// Returns the logged values, by their index in [`super::parsers::RequiredFields`].
+    pub(super) fn field_values(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut rest = self.headers;
         std::iter::from_fn(move || {
             let (header_index, value, after) = split_packed_text(rest)?;

@@ -1,16 +1,18 @@
 //! Describes the fields that a log lacks and the policies that they affect.
 
 use super::log_merge::ReplayRequest;
-use super::parsers::RequiredHeaders;
-use crate::policy::{ActualCost, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota};
+use super::parsers::RequiredFields;
+use crate::policy::{
+    ActualCost, CostSource, KeyPart, Matcher, Policy, PolicyTable, Quota, ReportSource,
+};
+use http::StatusCode;
 use http::header::COOKIE;
-use http::{HeaderName, StatusCode};
 use std::collections::BTreeSet;
 
 /// Numbers of requests for which the log has, or lacks, certain fields.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FieldCoverage {
-    pub(super) required_headers: RequiredHeaders,
+    pub(super) required_fields: RequiredFields,
     pub(super) requests: u64,
     pub(super) with_peer: u64,
     pub(super) with_host: u64,
@@ -21,8 +23,8 @@ pub(super) struct FieldCoverage {
     pub(super) answered_429: u64,
     /// Requests that the server answered with an error of the client or its own, such as 429.
     pub(super) answered_with_error: u64,
-    /// Requests with a header, by its index in `required_headers`.
-    pub(super) with_header: Vec<u64>,
+    /// Requests with a header or mapped value, by its index in `required_fields`.
+    pub(super) with_field: Vec<u64>,
     /// Requests from logs that do not record the query string.
     pub(super) without_query: u64,
     /// Requests from a trusted proxy without the header that names the client.
@@ -30,10 +32,10 @@ pub(super) struct FieldCoverage {
 }
 
 impl FieldCoverage {
-    pub(super) fn new(required_headers: RequiredHeaders) -> Self {
+    pub(super) fn new(required_fields: RequiredFields) -> Self {
         Self {
-            with_header: vec![0; required_headers.names.len()],
-            required_headers,
+            with_field: vec![0; required_fields.names.len()],
+            required_fields,
             ..Self::default()
         }
     }
@@ -57,8 +59,8 @@ impl FieldCoverage {
         self.answered_with_error += u64::from(request.facts.status >= 400);
         self.without_query += u64::from(!request.log_has_query);
         self.hidden_clients += u64::from(is_client_hidden);
-        for (header_index, _) in request.headers() {
-            if let Some(count) = self.with_header.get_mut(header_index) {
+        for (index, _) in request.field_values() {
+            if let Some(count) = self.with_field.get_mut(index) {
                 *count += 1;
             }
         }
@@ -112,6 +114,26 @@ fn join_texts<T: ToString>(texts: impl IntoIterator<Item = T>, separator: &str) 
     texts.join(separator)
 }
 
+/// The option that maps a log field to a header or source.
+pub(super) fn mapping_option(name: &str) -> String {
+    let is_header = !name.contains(':') && name != "request_bytes";
+    let option = if is_header { "header" } else { "field" };
+    format!("--{option}-from {name}")
+}
+
+fn suggest_mapping(name: &str) -> String {
+    format!("; {}=FIELD names the field", mapping_option(name))
+}
+
+/// Suggests the option for a header or a value in the body. The text is empty for other parts.
+fn suggest_part_mapping(part: &KeyPart) -> String {
+    match part {
+        KeyPart::Header(name) => suggest_mapping(name.as_str()),
+        KeyPart::Body(_) => suggest_mapping(&part.source_label()),
+        _ => String::new(),
+    }
+}
+
 /// Checks which fields the log has had so far.
 pub(super) struct MissingFieldCheck<'a> {
     table: &'a PolicyTable,
@@ -119,8 +141,8 @@ pub(super) struct MissingFieldCheck<'a> {
 }
 
 impl MissingFieldCheck<'_> {
-    /// Returns whether a policy has a key with a part that no request in the log has. A header that
-    /// `--header-from` maps is in the log: otherwise the replay fails at the end.
+    /// Returns whether a policy has a key with a part that no request in the log has. What an option
+    /// maps is in the log: otherwise the replay fails at the end.
     pub(super) fn lacks_key(&self, policy_index: usize) -> bool {
         let policy = self.table.policies().get(policy_index);
         let quota = policy.and_then(Policy::quota);
@@ -137,11 +159,11 @@ impl MissingFieldCheck<'_> {
         parts.filter(|part| !self.log_has_key_part(part)).collect()
     }
 
-    fn has_header(&self, name: &HeaderName) -> bool {
-        let required = &self.coverage.required_headers;
+    fn has_field(&self, name: &str) -> bool {
+        let required = &self.coverage.required_fields;
         let place = required.names.iter().position(|known| known == name);
         place.is_some_and(|place| {
-            let count = self.coverage.with_header.get(place);
+            let count = self.coverage.with_field.get(place);
             required.is_mapped(place) || count.is_some_and(|count| *count > 0)
         })
     }
@@ -156,9 +178,7 @@ impl MissingFieldCheck<'_> {
                 join_texts(missing, ", ")
             );
             for part in missing.iter().flat_map(|part| part.alternatives()) {
-                if let KeyPart::Header(name) = part {
-                    sentence.push_str(&format!("; --header-from {name}=FIELD names the field"));
-                }
+                sentence.push_str(&suggest_part_mapping(part));
             }
             return Some(sentence);
         }
@@ -200,8 +220,9 @@ impl MissingFieldCheck<'_> {
                 "the log has no {names}, so every request was treated as if {they_were} absent"
             ));
         }
+        self.describe_missing_cost_parts(&quota.cost, texts);
         match &quota.cost {
-            CostSource::Header(cost) if !self.has_header(&cost.name) => {
+            CostSource::Header(cost) if !self.has_field(cost.name.as_str()) => {
                 texts.push(format!(
                     "every request cost {}, because {} is missing",
                     cost.default, cost.name
@@ -218,10 +239,21 @@ impl MissingFieldCheck<'_> {
                 }
             }
             CostSource::Estimate(cost) => {
-                texts.push(format!(
-                    "every request cost its estimate, {}, because the log has no response data",
-                    cost.estimate
-                ));
+                let reported = cost.actual.reported();
+                let has_source = |source: &ReportSource| self.has_field(&source.label());
+                let missing = reported.iter();
+                let missing = missing.filter(|one| !one.sources.iter().any(has_source));
+                let missing = missing.filter_map(|one| one.sources.first());
+                let missing: Vec<_> = missing.map(|one| suggest_mapping(&one.label())).collect();
+                let suggestions = missing.concat();
+                let estimate = &cost.estimate;
+                if missing.len() == reported.len() {
+                    texts.push(format!("every request cost its estimate, {estimate}, because the log has no response data{suggestions}"));
+                } else if !missing.is_empty() {
+                    texts.push(format!(
+                        "parts of its reported cost are missing{suggestions}"
+                    ));
+                }
             }
             CostSource::Fixed(_) | CostSource::Header(_) => {}
         }
@@ -247,17 +279,30 @@ impl MissingFieldCheck<'_> {
         }
     }
 
+    /// What the cost reads in requests.
+    fn describe_missing_cost_parts(&self, cost: &CostSource, texts: &mut Vec<String>) {
+        let parts = cost.parts().filter(|part| !self.log_has_key_part(part));
+        let parts = parts.map(|part| (part.to_string(), suggest_part_mapping(&part)));
+        let is_size_missing = cost.reads_body_size() && !self.has_field("request_bytes");
+        let size = is_size_missing.then(|| ("a body".to_owned(), suggest_mapping("request_bytes")));
+        let parts: BTreeSet<_> = parts.chain(size).collect();
+        texts.extend(parts.into_iter().map(|(part, suggestion)| {
+            format!("its cost was computed as if no request had {part}{suggestion}")
+        }));
+    }
+
     fn log_has_key_part(&self, part: &KeyPart) -> bool {
         match part {
-            KeyPart::Header(name) => self.has_header(name),
-            KeyPart::Cookie(_) => self.has_header(&COOKIE),
+            KeyPart::Header(name) => self.has_field(name.as_str()),
+            KeyPart::Body(_) => self.has_field(&part.source_label()),
+            KeyPart::Cookie(_) => self.has_field(COOKIE.as_str()),
             KeyPart::Query(_) => self.coverage.without_query < self.coverage.requests,
             KeyPart::Host => self.coverage.with_host > 0,
             KeyPart::Claim(_) => {
                 let reader = self.table.token_reader.as_ref();
-                reader.is_some_and(|reader| self.has_header(&reader.settings.header))
+                reader.is_some_and(|reader| self.has_field(reader.settings.header.as_str()))
             }
-            KeyPart::Body(_) | KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
+            KeyPart::ClientCertSan | KeyPart::ClientCertCn => false,
             KeyPart::ClientIp => self.coverage.with_peer > 0,
             KeyPart::PathCaptures(_)
             | KeyPart::Method

@@ -1,6 +1,6 @@
 //! Parses one line of an access log into a request.
 //!
-//! A [`LineParser`] is created once per log for the headers that the policies need, and borrows
+//! A [`LineParser`] is created once per log for the values that the policies need, and borrows
 //! from the line where possible.
 
 mod fields;
@@ -43,40 +43,37 @@ pub enum AccessLogFormat {
     Custom(Arc<LineTemplate>),
 }
 
-/// The headers that the policies read, and the log fields mapped to them.
+/// The headers that the policies read, and the sources to which log fields are mapped.
 #[derive(Clone, Debug, Default)]
-pub(super) struct RequiredHeaders {
-    pub(super) names: Vec<HeaderName>,
-    /// Mapped log fields, each with the index of its header in `names`.
+pub(super) struct RequiredFields {
+    /// Names of headers, and sources as `--field-from` names them. Only these contain a colon.
+    pub(super) names: Vec<String>,
+    /// Mapped log fields, each with the index of its source in `names`.
     field_mappings: Vec<(u16, Box<str>)>,
 }
 
-impl RequiredHeaders {
-    /// `field_mappings` are pairs of a header and the log field that holds its value.
+impl RequiredFields {
+    /// `field_mappings` are pairs of a header or source and the log field that holds its value.
     pub(super) fn new<'n>(
         names: impl Iterator<Item = &'n HeaderName>,
-        field_mappings: &'n [(HeaderName, String)],
+        field_mappings: &'n [(String, String)],
     ) -> Self {
         let mut required = Self::default();
-        for name in names.chain(field_mappings.iter().map(|(name, _)| name)) {
-            if !required.names.contains(name) {
-                required.names.push(name.clone());
-            }
-        }
+        let mapped = field_mappings.iter().map(|(name, _)| name.clone());
+        required.names = names.map(ToString::to_string).chain(mapped).collect();
         // The names are sorted, because the policy table has no stable order and reports must be
         // reproducible.
-        required.names.sort_by(|a, b| a.as_str().cmp(b.as_str()));
+        required.names.sort_unstable();
+        required.names.dedup();
         required.names.truncate(usize::from(u16::MAX));
         required.field_mappings = field_mappings
             .iter()
-            .filter_map(|(name, field)| {
-                Some((required.header_index(name.as_str())?, field.as_str().into()))
-            })
+            .filter_map(|(name, field)| Some((required.header_index(name)?, field.as_str().into())))
             .collect();
         required
     }
 
-    /// Whether a log field is mapped to the header with this index.
+    /// Whether a log field is mapped to the source with this index.
     pub(super) fn is_mapped(&self, header_index: usize) -> bool {
         let mut mapped = self.field_mappings.iter();
         mapped.any(|(index, _)| usize::from(*index) == header_index)
@@ -84,11 +81,11 @@ impl RequiredHeaders {
 
     fn header_index(&self, name: &str) -> Option<u16> {
         let mut names = self.names.iter();
-        let index = names.position(|required| required.as_str() == name)?;
+        let index = names.position(|required| required == name)?;
         u16::try_from(index).ok()
     }
 
-    /// Returns the indices of the headers that are mapped to `field`. Adds that of
+    /// Returns the indices of the sources that are mapped to `field`. Adds that of
     /// `default_header`, unless this header is mapped to another field.
     fn indices_for_field(&self, field: &str, default_header: Option<&str>) -> SmallVec<[u16; 1]> {
         let mapped = self
@@ -111,10 +108,10 @@ pub(super) enum LineParser {
 }
 
 impl LineParser {
-    pub(super) fn new(format: &AccessLogFormat, required_headers: &RequiredHeaders) -> Self {
+    pub(super) fn new(format: &AccessLogFormat, required_fields: &RequiredFields) -> Self {
         let text =
-            |template: &LineTemplate| Self::Text(TextLineParser::new(template, required_headers));
-        let json = |schema| Self::Json(JsonLineParser::new(schema, required_headers));
+            |template: &LineTemplate| Self::Text(TextLineParser::new(template, required_fields));
+        let json = |schema| Self::Json(JsonLineParser::new(schema, required_fields));
         match format {
             AccessLogFormat::Combined => text(&text_lines::combined()),
             AccessLogFormat::Envoy => text(&text_lines::envoy()),
@@ -170,7 +167,7 @@ impl AccessLogFormat {
     /// any line.
     pub(super) fn detect<'l>(lines: impl Iterator<Item = &'l [u8]> + Clone) -> Option<Self> {
         let count_requests = |format: &Self| {
-            let mut parser = LineParser::new(format, &RequiredHeaders::default());
+            let mut parser = LineParser::new(format, &RequiredFields::default());
             lines
                 .clone()
                 .filter(|line| matches!(parser.parse_line(line), ParsedLine::Request(_)))

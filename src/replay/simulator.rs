@@ -10,15 +10,16 @@ use crate::clock::{Clock, ManualClock};
 use crate::enforcer::{
     DryRunOutcome, EstimatedCharge, PolicyDecision, PolicyOutcome, dry_run_request,
 };
-use crate::limiter::{Amendment, Key, Limit};
+use crate::limiter::{Amendment, Key, Limit, MAX_UNITS};
 use crate::policy::client::ClientAddress;
 use crate::policy::jwt::RequestToken;
 use crate::policy::path::{self, PathInterpretations};
-use crate::policy::{Facts, Policy, PolicyAction, PolicyMode, PolicyTable};
+use crate::policy::{BodyFacts, Facts, Policy, PolicyAction, PolicyMode, PolicyTable};
+use crate::policy::{ReportSource, parse_whole_number};
 use crate::proxy::normalize_host;
 use crate::store::{MemorySettings, MemoryStore, Settlement, SettlementQueue, Store};
 use crate::telemetry::metrics::{MetricLabels, Metrics};
-use http::{HeaderMap, HeaderValue, Method, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode};
 use smallvec::SmallVec;
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -48,6 +49,8 @@ const MAX_HOLD_US: u64 = 86_400_000_000;
 #[derive(Debug)]
 pub(crate) struct PolicySimulator<'t> {
     table: &'t PolicyTable,
+    /// Names of the logged values, by index.
+    names: &'t [String],
     memory: Arc<MemoryStore>,
     settlements: Arc<SettlementQueue>,
     clock_control: ManualClock,
@@ -68,7 +71,7 @@ impl<'t> PolicySimulator<'t> {
     pub(super) fn new(
         config: &str,
         table: &'t PolicyTable,
-        known_coverage: &FieldCoverage,
+        known_coverage: &'t FieldCoverage,
         with_suggestions: bool,
     ) -> Self {
         let (clock, clock_control) = Clock::manual(0);
@@ -79,6 +82,7 @@ impl<'t> PolicySimulator<'t> {
         let metrics = Metrics::new(0, MetricLabels::default()).worker_metrics(0);
         Self {
             table,
+            names: &known_coverage.required_fields.names,
             settlements: SettlementQueue::new(Store::Memory(Arc::clone(&memory)), metrics),
             peaks: with_suggestions
                 .then(|| PeakDemandTracker::new(table, COUNTER_STORE_SETTINGS, clock.clone())),
@@ -93,7 +97,7 @@ impl<'t> PolicySimulator<'t> {
             report: PolicySetReport {
                 config: config.to_owned(),
                 policies: table.policies().iter().map(new_policy_report).collect(),
-                field_coverage: FieldCoverage::new(known_coverage.required_headers.clone()),
+                field_coverage: FieldCoverage::new(known_coverage.required_fields.clone()),
                 ..PolicySetReport::default()
             },
         }
@@ -182,6 +186,16 @@ impl<'t> PolicySimulator<'t> {
             Some(reader) => RequestToken::new(Some(reader), now_us / 1_000_000),
             None => RequestToken::default(),
         };
+        let names = self.names;
+        let read_field = |name: &str| {
+            let mut values = request.field_values();
+            let found = values.find(|(index, _)| names.get(*index).is_some_and(|one| one == name));
+            str::from_utf8(found?.1).ok()
+        };
+        let pointers = self.table.body_pointers();
+        let texts = pointers.map(|one| (one.clone(), read_field(&format!("body:{one}"))));
+        let size = read_field("request_bytes").map_or(Some(0), |size| size.parse().ok());
+        let body = BodyFacts::from_texts(size, texts);
         let facts = Facts {
             method: &target.method,
             host: &target.host,
@@ -191,6 +205,7 @@ impl<'t> PolicySimulator<'t> {
             client_ip: client.ip,
             token: &token,
             is_peer_trusted: client.is_peer_trusted,
+            body: Some(&body),
             ..Facts::placeholder()
         };
         let (report, peaks, table) = (&mut self.report, &mut self.peaks, self.table);
@@ -221,10 +236,18 @@ impl<'t> PolicySimulator<'t> {
                 .saturating_add(result.delay_us)
                 .min(result.max_duration_us.unwrap_or(MAX_HOLD_US))
                 .min(MAX_HOLD_US);
+            let read_units = |source: &ReportSource| {
+                let units = parse_whole_number(read_field(&source.label())?.as_bytes());
+                units.filter(|units| *units <= MAX_UNITS)
+            };
+            let status = StatusCode::from_u16(request.facts.status).ok();
+            let charges = result.estimated_charges.into_iter().map(|charge| {
+                let by_status = || charge.cost.units_of_status(status?, charge.estimate);
+                (charge.reported_units(read_units).or_else(by_status), charge)
+            });
             let in_flight = InFlightRequest {
                 counters: result.slot_counters,
-                estimated_charges: result.estimated_charges,
-                status: StatusCode::from_u16(request.facts.status).ok(),
+                estimated_charges: charges.collect(),
                 ends_us: now_us.saturating_add(duration_us),
             };
             self.in_flight.add_request(slot, in_flight, now_us);
@@ -234,12 +257,13 @@ impl<'t> PolicySimulator<'t> {
 
     fn build_header_map(&self, request: &ReplayRequest<'_>) -> HeaderMap {
         let mut headers = HeaderMap::new();
-        let names = &self.report.field_coverage.required_headers.names;
-        for (header_index, value) in request.headers() {
-            let name = names.get(header_index);
+        for (index, value) in request.field_values() {
+            // Only names of headers can be parsed.
+            let name = self.names.get(index);
+            let name = name.and_then(|name| HeaderName::from_bytes(name.as_bytes()).ok());
             let name = name.filter(|name| self.table.reads_header(name));
             if let (Some(name), Ok(value)) = (name, HeaderValue::from_bytes(value)) {
-                headers.append(name.clone(), value);
+                headers.append(name, value);
             }
         }
         if !request.host.is_empty() && self.table.reads_header(&http::header::HOST) {
@@ -372,9 +396,8 @@ struct InFlightRequests {
 #[derive(Debug)]
 struct InFlightRequest {
     counters: SmallVec<[(Limit, Key); 1]>,
-    estimated_charges: Vec<EstimatedCharge>,
-    /// The logged status of the response. Without one, estimates stand.
-    status: Option<StatusCode>,
+    /// The charges, each with the actual units. If the log does not have these, the estimate stands.
+    estimated_charges: Vec<(Option<u64>, EstimatedCharge)>,
     ends_us: u64,
 }
 
@@ -417,9 +440,11 @@ impl InFlightRequests {
             settlements.for_each(|settlement| memory.apply_settlements(&[settlement]));
             if !has_ended {
                 self.add_request(slot, request, due_us);
-            } else if let Some(status) = request.status {
-                for charge in request.estimated_charges {
-                    charge.settle_by_status(status);
+                continue;
+            }
+            for (actual_units, charge) in request.estimated_charges {
+                if let Some(units) = actual_units {
+                    charge.settle(units);
                 }
             }
         }

@@ -32,7 +32,7 @@ impl ReplayFixture {
         let settings = Settings {
             logs: Vec::new(),
             format: None,
-            header_fields: Vec::new(),
+            field_mappings: Vec::new(),
             spread_within_second: true,
             suggest_percent: None,
             top_keys: 10,
@@ -484,8 +484,7 @@ fn rejects_files_that_are_not_logs() {
     );
     let mut unmatched =
         ReplayFixture::new(ONE_LIMIT).with_log("a", repeated_log_line(0, "1.1.1.1", "GET /", 2));
-    unmatched.settings.header_fields =
-        vec![(http::HeaderName::from_static("x-user"), "extra3".to_owned())];
+    unmatched.settings.field_mappings = vec![("x-user".to_owned(), "extra3".to_owned())];
     let error = fails(unmatched);
     assert!(
         error.contains("--header-from x-user=extra3: no request"),
@@ -552,13 +551,13 @@ fn a_policy_is_judged_before_the_first_request_with_its_field() {
         .map(|at_s| line(at_s, if at_s < 4 { "-" } else { "ann" }))
         .collect();
     let policies = "[[policy]]\nname = 'users'\nkey = ['header:x-user']\nlimit = { requests = 1, per = '1h' }\n";
-    let mapping = vec![(http::HeaderName::from_static("x-user"), "extra1".to_owned())];
+    let mapping = vec![("x-user".to_owned(), "extra1".to_owned())];
     let mut one_log = ReplayFixture::new(policies).with_log("a", lines.concat());
-    one_log.settings.header_fields = mapping.clone();
+    one_log.settings.field_mappings = mapping.clone();
     let mut two_logs = ReplayFixture::new(policies)
         .with_log("a", lines[..4].concat())
         .with_log("b", lines[4..].concat());
-    two_logs.settings.header_fields = mapping;
+    two_logs.settings.field_mappings = mapping;
     for fixture in [one_log, two_logs] {
         let set = &fixture.run_replay_as_json()["sets"][0];
         // One request without a user, and one of ann.
@@ -685,4 +684,240 @@ fn a_status_counts_at_the_end_of_its_request() {
         .with_log("a", log)
         .run_replay_as_json()["sets"][0];
     assert_eq!((&set["forwarded"], &set["limited"]), (&3.into(), &1.into()));
+}
+
+const TOKEN_LIMIT: &str = "[[policy]]\nname = 'tokens'\nkey = ['KEY']\nlimit = { requests = 2000, per = '1h' }\n\
+     [policy.cost]\nestimate = { request_json = '/max_tokens', default = 90, max = 200 }\n\
+     actual = [{ response_json = '/usage/prompt_tokens', weights = { by = 'body:/model', 'big*' = 2, default = 1 } }, \
+     { response_json = ['/usage/completion_tokens', '/usage/output_tokens'], weight = 1.5 }]\n";
+
+/// A call of a model API. Numbers of 0 are not in the log.
+#[derive(Clone, Copy, Debug)]
+struct ModelCall {
+    model: &'static str,
+    max_tokens: u64,
+    prompt_tokens: u64,
+    output_tokens: u64,
+}
+
+impl ModelCall {
+    fn to_json_line(self, at_s: usize) -> String {
+        let mut line = serde_json::json!({
+            "msec": 1_795_000_000.5 + at_s as f64, "request_time": 0.2, "request": "POST / HTTP/1.1",
+            "remote_addr": "1.1.1.1", "status": 200, "llm": { "model": self.model }, "usage": {},
+        });
+        if self.model.is_empty() {
+            line["llm"]["model"] = Value::Null;
+        }
+        if self.max_tokens > 0 {
+            line["llm"]["max_tokens"] = self.max_tokens.into();
+        }
+        if self.prompt_tokens > 0 {
+            line["usage"]["in"] = self.prompt_tokens.into();
+        }
+        if self.output_tokens > 0 {
+            line["usage"]["out"] = self.output_tokens.into();
+        }
+        format!("{line}\n")
+    }
+
+    /// nginx's combined format with four more fields.
+    fn to_text_line(self, at_s: usize) -> String {
+        let field = |number: u64| match number {
+            0 => "-".to_owned(),
+            number => number.to_string(),
+        };
+        let numbers = [self.max_tokens, self.prompt_tokens, self.output_tokens].map(field);
+        let line = log_line(at_s as u64, "1.1.1.1", "POST /");
+        format!(
+            "{} \"-\" \"-\" \"{}\" {}\n",
+            line.trim_end(),
+            self.model,
+            numbers.join(" ")
+        )
+    }
+}
+
+fn model_calls() -> Vec<ModelCall> {
+    let mut random = fastrand::Rng::with_seed(35);
+    let mut number = |highest: u64| {
+        if random.u8(..5) == 0 {
+            0
+        } else {
+            random.u64(1..highest)
+        }
+    };
+    let mut calls = Vec::new();
+    for index in 0..120 {
+        calls.push(ModelCall {
+            model: ["big-1", "small", "big-2", ""][index * index % 7 % 4],
+            max_tokens: number(300),
+            prompt_tokens: number(60),
+            output_tokens: number(150),
+        });
+    }
+    calls
+}
+
+/// The calls that the limit rejects, computed without a limiter: each is settled before the next.
+fn rejected_calls(calls: &[ModelCall], key_of: impl Fn(&ModelCall) -> &'static str) -> u64 {
+    let mut used = std::collections::HashMap::new();
+    let mut rejected = 0;
+    for call in calls {
+        let used: &mut u64 = used.entry(key_of(call)).or_default();
+        let estimate = match call.max_tokens {
+            0 => 90,
+            tokens => tokens.min(200),
+        };
+        if *used + estimate > 2000 {
+            rejected += 1;
+            continue;
+        }
+        let weight = if call.model.starts_with("big") { 2 } else { 1 };
+        *used += match (call.prompt_tokens, call.output_tokens) {
+            (0, 0) => estimate,
+            (prompt, output) => (prompt * weight * 2 + output * 3).div_ceil(2),
+        };
+    }
+    rejected
+}
+
+fn token_fixture(key: &str, mappings: &[(&str, &str)]) -> ReplayFixture {
+    let mut fixture = ReplayFixture::new(&TOKEN_LIMIT.replace("KEY", key));
+    let mappings = mappings.iter();
+    let mappings = mappings.map(|(source, field)| ((*source).to_owned(), (*field).to_owned()));
+    fixture.settings.field_mappings = mappings.collect();
+    fixture
+}
+
+const TOKEN_FIELDS: [(&str, &str); 4] = [
+    ("body:/model", "llm.model"),
+    ("body:/max_tokens", "llm.max_tokens"),
+    ("response_json:/usage/prompt_tokens", "usage.in"),
+    ("response_json:/usage/output_tokens", "usage.out"),
+];
+
+#[test]
+fn mapped_fields_are_bodies_and_reported_costs() {
+    let calls = model_calls();
+    let lines = calls.iter().enumerate();
+    let json_log: String = lines
+        .clone()
+        .map(|(at, call)| call.to_json_line(at))
+        .collect();
+    let text_log: String = lines.map(|(at, call)| call.to_text_line(at)).collect();
+    let text_fields = TOKEN_FIELDS
+        .iter()
+        .zip(["extra1", "extra2", "extra3", "extra4"]);
+    let text_fields: Vec<_> = text_fields
+        .map(|((source, _), field)| (*source, field))
+        .collect();
+    for (log, fields) in [(&json_log, &TOKEN_FIELDS[..]), (&text_log, &text_fields)] {
+        for (key, by_model) in [("body:/model", true), ("client_ip", false)] {
+            let set = &token_fixture(key, fields)
+                .with_log("a", log)
+                .run_replay_as_json()["sets"][0];
+            let expected = rejected_calls(&calls, |call| if by_model { call.model } else { "" });
+            assert!(expected > 10, "{expected}");
+            assert_eq!(set["policies"][0]["rejected"], expected, "{key}: {set:#}");
+            assert_eq!(set["lacks"], serde_json::json!([]), "{key}");
+        }
+    }
+}
+
+#[test]
+fn fields_that_are_not_mapped_are_named() {
+    let log: String = (0..3)
+        .map(|at| model_calls()[at].to_json_line(at))
+        .collect();
+    let lacks = |key: &str, fields: &[(&str, &str)]| {
+        let json = token_fixture(key, fields)
+            .with_log("a", &log)
+            .run_replay_as_json();
+        json["sets"][0]["lacks"][0]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let suggestion = |source: &str| format!("; --field-from {source}=FIELD names the field");
+    let left_out = lacks("body:/model", &[]);
+    assert!(
+        left_out.contains("left out") && left_out.ends_with(&suggestion("body:/model")),
+        "{left_out}"
+    );
+    let prompt = suggestion("response_json:/usage/prompt_tokens");
+    let completion = suggestion("response_json:/usage/completion_tokens");
+    assert_eq!(
+        lacks("client_ip", &[]),
+        format!(
+            "policy tokens: fields are missing from the log: \
+             its cost was computed as if no request had body field /max_tokens{}; \
+             its cost was computed as if no request had body field /model{}; \
+             every request cost its estimate, the request's /max_tokens, at most 200, because the log has no response data{prompt}{completion}",
+            suggestion("body:/max_tokens"),
+            suggestion("body:/model"),
+        )
+    );
+    assert_eq!(
+        lacks("client_ip", &TOKEN_FIELDS[..3]),
+        format!(
+            "policy tokens: fields are missing from the log: parts of its reported cost are missing{completion}"
+        )
+    );
+    let mut wrong = token_fixture("client_ip", &[("body:/model", "nowhere")]).with_log("a", &log);
+    let sets = [("t".to_owned(), &*wrong.config.policy_table)];
+    let error = replay_logs(&wrong.settings, &sets, |_, _| {}).unwrap_err();
+    assert!(
+        error.starts_with("error: --field-from body:/model=nowhere: no request"),
+        "{error}"
+    );
+    // The other fields of the log do not make up for it.
+    wrong.settings.field_mappings.clear();
+    assert_eq!(refused_request_count(&wrong.run_replay_as_json(), 0), 0);
+}
+
+#[test]
+fn conditions_sizes_and_response_headers_are_read_from_mapped_fields() {
+    let policies = "[[policy]]\nname = 'tools'\nmatch = { body = { '/method' = 'tools/call', '/stream' = 'true' } }\n\
+         limit = { requests = 100, per = '1h' }\n[policy.cost]\nestimate = { request_bytes_per_unit = 4, max = 50 }\n\
+         actual = 'response_header:X-Units'\n";
+    let line = |at_s: u64, method: &str, bytes: u64, units: u64| {
+        format!(
+            "{{\"time\": \"2026-11-18T11:00:{at_s:02}Z\", \"remote_addr\": \"1.1.1.1\", \"request\": \"POST / HTTP/1.1\", \
+             \"status\": 200, \"method_\": \"{method}\", \"stream\": true, \"size\": {bytes}, \"units\": {units}}}\n"
+        )
+    };
+    let log = [
+        line(0, "tools/call", 80, 60),  // 20, then 60
+        line(1, "tools/list", 80, 60),  // not counted
+        line(2, "tools/call", 161, 1),  // 41: too many
+        line(3, "tools/call", 160, 30), // 40, then 30
+        line(4, "tools/call", 41, 1),   // 11: too many
+        line(5, "tools/call", 40, 1),   // 10
+    ];
+    let mut fixture = ReplayFixture::new(policies).with_log("a", log.concat());
+    fixture.settings.field_mappings = [
+        ("body:/method", "method_"),
+        ("body:/stream", "stream"),
+        ("request_bytes", "size"),
+        ("response_header:x-units", "units"),
+    ]
+    .map(|(source, field)| (source.to_owned(), field.to_owned()))
+    .into();
+    let set = &fixture.run_replay_as_json()["sets"][0];
+    let policy = &set["policies"][0];
+    assert_eq!(
+        (&policy["matched"], &policy["rejected"]),
+        (&5.into(), &2.into()),
+        "{set:#}"
+    );
+    assert_eq!(set["lacks"], serde_json::json!([]));
+    fixture.settings.field_mappings.remove(2);
+    let lacks = fixture.run_replay_as_json()["sets"][0]["lacks"][0].to_string();
+    assert!(
+        lacks.contains(
+            "as if no request had a body; --field-from request_bytes=FIELD names the field"
+        ),
+        "{lacks}"
+    );
 }

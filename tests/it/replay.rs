@@ -161,6 +161,41 @@ async fn a_log_is_read_from_stdin() {
 }
 
 #[tokio::test]
+async fn both_options_map_fields_of_the_log() {
+    let dir = TempDir::new().unwrap();
+    let policy = "[[policy]]\nname = 'tokens'\nkey = ['header:x-team', 'body:/model']\nlimit = { requests = 10, per = '1h' }\n\
+                  cost = { estimate = 4, actual = 'response_json:/usage/total_tokens' }\n";
+    fs::write(dir.path().join("config.toml"), policy).unwrap();
+    let line = |at_s: u64, model: &str, tokens: u64| {
+        format!(
+            "1.1.1.1 - - [18/Nov/2026:11:00:{at_s:02} +0000] \"POST / HTTP/1.1\" 200 5 \"-\" \"-\" red {model} {tokens}\n"
+        )
+    };
+    // After 7 units the estimate does not fit; after 2 it does, and 9 more are charged.
+    let costs = [("a", 7), ("b", 2), ("a", 1), ("b", 9), ("b", 1), ("c", 1)];
+    let lines = costs.iter().zip(0..);
+    let log: String = lines
+        .map(|((model, tokens), at_s)| line(at_s, model, *tokens))
+        .collect();
+    fs::write(dir.path().join("access.log"), log).unwrap();
+    let team = ["--header-from", "x-team=extra1"];
+    let fields = ["--field-from", "body:/model=extra2", "--json"];
+    let tokens = "--field-from=response_json:/usage/total_tokens=extra3";
+    for (more, limited) in [(&[tokens, "access.log"][..], 2), (&["access.log"], 1)] {
+        let args = [&team[..], &fields, more].concat();
+        let report = parse_report(&run_replay(dir.path(), &args).await);
+        let set = &report["sets"][0];
+        assert_eq!(set["limited"], limited, "{more:?}: {set:#}");
+        let lacks = set["lacks"].to_string();
+        assert_eq!(
+            lacks.contains("cost its estimate, 4"),
+            more.len() == 1,
+            "{lacks}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn invalid_arguments_and_files_are_reported() {
     let dir = TempDir::new().unwrap();
     write_sample_log(dir.path(), 100);
@@ -170,6 +205,15 @@ async fn invalid_arguments_and_files_are_reported() {
         (&["--config=nowhere.toml", "access.log"], "nowhere.toml"),
         (&["--format=xml", "access.log"], "expected one of combined"),
         (&["--header-from=x", "access.log"], "expected HEADER=FIELD"),
+        (&["--field-from=body:model=m", "access.log"], "begins with"),
+        (
+            &["--field-from=query:/model=m", "access.log"],
+            "response_json:/POINTER",
+        ),
+        (
+            &["--field-from=body:/model=nowhere", "access.log"],
+            "--field-from body:/model=nowhere: no request in the log has this field",
+        ),
         (&["--suggest=101", "access.log"], "expected a percentage"),
         (
             &["--format=$request", "access.log"],

@@ -1,7 +1,7 @@
 //! Request bodies, received from the client.
 
 mod http2_rest;
-mod whole_body;
+mod read_ahead;
 
 use bytes::Bytes;
 use http::HeaderMap;
@@ -218,39 +218,6 @@ impl RequestBody {
         body.is_none_or(|body| body.borrow_mut().rewind())
     }
 
-    /// Whether the start of the body may be read before the request takes a connection. For a call
-    /// with messages it may not: the server may have to answer first.
-    pub(crate) fn may_be_read_ahead(&self) -> bool {
-        let body = self.0.as_ref();
-        body.is_some_and(|body| !body.borrow().is_message_stream)
-    }
-
-    /// Reads the start of the body, at most about [`MAX_READ_AHEAD_BYTES`], and keeps it for the
-    /// upstream. If the future is dropped, what was read is kept too.
-    ///
-    /// # Errors
-    /// Fails if the client does not send it.
-    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
-        let Some(body) = &self.0 else { return Ok(()) };
-        poll_fn(|cx| {
-            let mut body = body.borrow_mut();
-            while body.received < MAX_READ_AHEAD_BYTES
-                && let Some(frame) = ready!(body.poll_client(cx))
-            {
-                let frame = frame?;
-                // Counts as unread until the upstream takes it.
-                let bytes = unread_bytes(&frame);
-                body.active.monitor().memory.add_unread_frames(0, bytes);
-                body.read_ahead_bytes += bytes;
-                body.replay_buffer.append_frame(&frame);
-            }
-            Poll::Ready(Ok(()))
-        })
-        .await
-    }
-}
-
-impl RequestBody {
     /// The failure of a request whose body the client did not send.
     pub(crate) fn client_error(&self, error: &BodyError) -> UpstreamError {
         let state = self.progress().map(|progress| progress.state.get());
@@ -514,10 +481,6 @@ impl Body for RequestBody {
         }
     }
 }
-
-/// Start of a body that is read before the request takes a connection that others may need. A
-/// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
-const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
 
 #[cfg(test)]
 mod read_ahead_tests {

@@ -1,5 +1,7 @@
 //! Response bodies that are streamed from the upstream.
 
+mod cut_off;
+
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body, Frame, SizeHint};
@@ -19,7 +21,7 @@ use super::pool::{ConnectionProtocol, UpstreamClient, UpstreamConnection};
 use crate::enforcer::ConcurrencySlotGuard;
 use crate::proxy::body::tunnel::Tunnel;
 use crate::proxy::body::{BodyError, add_to_size_hint};
-use crate::proxy::http::response_cost::{CostMeter, ResponseFlow};
+use crate::proxy::http::response_cost::CostMeter;
 use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 use crate::telemetry::metrics::ActiveHttpRequest;
 use crate::telemetry::trace::RequestRecording;
@@ -325,45 +327,6 @@ impl UpstreamBody {
         self.cost_meter = None;
         self.finish_recording(Err((&error).into()));
         error
-    }
-
-    /// The part of a frame that the request's key can pay. The rest stays for the next frame; while
-    /// the store is asked, all of it. Fails with the last event if nothing is left.
-    fn poll_flow(
-        &mut self,
-        frame: Frame<Bytes>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<Frame<Bytes>, Option<Bytes>>> {
-        let meter = self.cost_meter.as_mut();
-        let Some(meter) = meter.filter(|meter| meter.may_cut_off()) else {
-            return Poll::Ready(Ok(frame));
-        };
-        let mut data = match frame.into_data() {
-            Ok(data) if !data.is_empty() => data,
-            Ok(data) => return Poll::Ready(Ok(Frame::data(data))),
-            Err(trailers) => return Poll::Ready(Ok(trailers)),
-        };
-        let most = match meter.poll_flow(data.len(), cx) {
-            Poll::Ready(ResponseFlow::Bytes(most)) => most.min(data.len()),
-            Poll::Ready(ResponseFlow::End(last_event)) => return Poll::Ready(Err(last_event)),
-            Poll::Pending => 0,
-        };
-        let rest = data.split_off(most);
-        if !rest.is_empty() {
-            self.first_frame = FirstFrame::Data(rest);
-        }
-        if most == 0 {
-            return Poll::Pending;
-        }
-        Poll::Ready(Ok(Frame::data(data)))
-    }
-
-    /// Ends the response, whose key has nothing left, and its exchange with the upstream.
-    fn cut_off(&mut self, last_event: Option<Bytes>) -> Result<Frame<Bytes>, BodyError> {
-        let error = self.fail(BodyError::CutOff);
-        let event = last_event.ok_or(error)?;
-        (self.source, self.first_frame) = (UpstreamBodySource::Moved, FirstFrame::None);
-        Ok(Frame::data(event))
     }
 
     fn finish_recording(&mut self, result: Result<(), &'static str>) {

@@ -1,6 +1,6 @@
 //! Parses logs with one JSON object per line.
 
-use super::RequiredHeaders;
+use super::RequiredFields;
 use super::fields::present_value;
 use super::parsed_request::FieldKind::{
     self, ArrivalTime, Duration, EndTime, Host, Method, Peer, Query, RequestLine, Status, Target,
@@ -125,15 +125,15 @@ fn capitalize_header_name(name: &str) -> String {
 pub(crate) struct JsonLineParser {
     schema: &'static JsonLogSchema,
     times: LogTimeParser,
-    /// Header indices, each with the fields of that header.
+    /// Indices of headers and mapped sources, each with its fields.
     headers: Vec<(u16, Vec<Box<str>>)>,
     forwarded_for_index: Option<u16>,
 }
 
 impl JsonLineParser {
-    pub(super) fn new(schema: &'static JsonLogSchema, required_headers: &RequiredHeaders) -> Self {
+    pub(super) fn new(schema: &'static JsonLogSchema, required_fields: &RequiredFields) -> Self {
         let fields_of_header = |place: u16, name: &str| {
-            let mappings = required_headers.field_mappings.iter();
+            let mappings = required_fields.field_mappings.iter();
             let mapped = mappings.filter(|(at, _)| *at == place);
             let mapped: Vec<Box<str>> = mapped.map(|(_, field)| field.clone()).collect();
             if !mapped.is_empty() {
@@ -149,13 +149,13 @@ impl JsonLineParser {
             own.collect()
         };
         let headers = (0..)
-            .zip(&required_headers.names)
-            .map(|(place, name)| (place, fields_of_header(place, name.as_str())));
+            .zip(&required_fields.names)
+            .map(|(place, name)| (place, fields_of_header(place, name)));
         Self {
             schema,
             times: LogTimeParser::default(),
             headers: headers.collect(),
-            forwarded_for_index: required_headers.header_index("x-forwarded-for"),
+            forwarded_for_index: required_fields.header_index("x-forwarded-for"),
         }
     }
 
@@ -198,11 +198,12 @@ fn value_at<'v>(record: &'v Value, path: &str) -> Option<&'v Value> {
     })
 }
 
-/// Returns a string or number as text; `None` if it is absent, empty or `-`.
+/// Returns a string, number or boolean as text; `None` if it is absent, empty or `-`.
 fn present_scalar_text<'l>(value: &Value) -> Option<Cow<'l, [u8]>> {
     let text = match value {
         Value::String(text) => text.clone(),
         Value::Number(number) => number.to_string(),
+        Value::Bool(flag) => flag.to_string(),
         _ => return None,
     };
     present_value(text.as_bytes())

@@ -46,7 +46,7 @@ pub(crate) struct ParsedRequest<'l> {
     pub(crate) target: Cow<'l, [u8]>,
     /// Host as logged, possibly with a port.
     pub(crate) host: Cow<'l, [u8]>,
-    /// The required headers that the line contains, by index in `RequiredHeaders`.
+    /// The values of required fields, mostly headers, by index in `RequiredFields`.
     pub(crate) headers: ParsedHeaders<'l>,
     /// Time in µs since the Unix epoch, and whether it has no fraction of a second.
     time: Option<(u64, bool)>,

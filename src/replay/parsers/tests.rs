@@ -1,25 +1,21 @@
 use super::*;
 use http::HeaderName;
 
-fn required_headers(names: &[&'static str], mappings: &[(&'static str, &str)]) -> RequiredHeaders {
+fn required_fields(names: &[&'static str], mappings: &[(&'static str, &str)]) -> RequiredFields {
     let names: Vec<HeaderName> = names
         .iter()
         .map(|name| HeaderName::from_static(name))
         .collect();
     let mappings: Vec<_> = mappings
         .iter()
-        .map(|(name, field)| (HeaderName::from_static(name), (*field).to_owned()))
+        .map(|(name, field)| ((*name).to_owned(), (*field).to_owned()))
         .collect();
-    RequiredHeaders::new(names.iter(), &mappings)
+    RequiredFields::new(names.iter(), &mappings)
 }
 
 /// Formats a parsed line as `time duration peer status method target host headers`.
-fn summarize_line(
-    format: AccessLogFormat,
-    required_headers: &RequiredHeaders,
-    line: &str,
-) -> String {
-    match LineParser::new(&format, required_headers).parse_line(line.as_bytes()) {
+fn summarize_line(format: AccessLogFormat, required_fields: &RequiredFields, line: &str) -> String {
+    match LineParser::new(&format, required_fields).parse_line(line.as_bytes()) {
         ParsedLine::Other => "other".to_owned(),
         ParsedLine::Broken => "broken".to_owned(),
         ParsedLine::Request(request) => {
@@ -30,7 +26,7 @@ fn summarize_line(
                 .map(|(place, value)| {
                     format!(
                         "{}={}",
-                        required_headers.names[usize::from(*place)],
+                        required_fields.names[usize::from(*place)],
                         text(value)
                     )
                 })
@@ -54,7 +50,7 @@ fn summarize_line(
 #[track_caller]
 fn assert_parses(format: AccessLogFormat, names: &[&'static str], line: &str, expected: &str) {
     assert_eq!(
-        summarize_line(format, &required_headers(names, &[]), line),
+        summarize_line(format, &required_fields(names, &[]), line),
         expected,
         "{line}"
     );
@@ -108,7 +104,7 @@ fn parses_formats_with_nginx_variables() {
         line,
         r#"1795000000000000 250000 10.0.0.1 200 GET /a?b=" shop.example ["x-user-id=ann \"a\""]"#,
     );
-    let mapped = required_headers(&[], &[("x-upstream", "upstream_addr")]);
+    let mapped = required_fields(&[], &[("x-upstream", "upstream_addr")]);
     let summary = summarize_line(custom_format(format), &mapped, line);
     assert!(
         summary.ends_with(r#"["x-upstream=10.0.0.9:80"]"#),
@@ -238,7 +234,7 @@ fn parses_nginx_and_apache_text() {
 
 #[test]
 fn reads_headers_from_mapped_fields() {
-    let required = required_headers(
+    let required = required_fields(
         &["x-user-id", "x-forwarded-for", "user-agent"],
         &[
             ("x-user-id", "remote_user"),
@@ -255,7 +251,7 @@ fn reads_headers_from_mapped_fields() {
     let line =
         r#"{"time":"2026-11-18T11:06:40Z","method":"GET","path":"/","a.b":{"c":"1"},"d":"2"}"#;
     let required =
-        self::required_headers(&["x-user-id"], &[("x-user-id", "a.b.c"), ("x-other", "d")]);
+        self::required_fields(&["x-user-id"], &[("x-user-id", "a.b.c"), ("x-other", "d")]);
     let summary = summarize_line(AccessLogFormat::Json, &required, line);
     assert!(
         summary.ends_with(r#"["x-other=2", "x-user-id=1"]"#),
@@ -398,7 +394,7 @@ fn does_not_panic_on_corrupted_lines() {
             }
         }
         for format in AccessLogFormat::ALL {
-            let required = required_headers(&["user-agent", "x-forwarded-for"], &[]);
+            let required = required_fields(&["user-agent", "x-forwarded-for"], &[]);
             drop(LineParser::new(&format, &required).parse_line(&line));
         }
     }

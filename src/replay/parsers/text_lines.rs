@@ -5,7 +5,7 @@
 //! between quotes, escaped quotes are part of the field. Apache's directives are translated to the
 //! names of nginx variables.
 
-use super::RequiredHeaders;
+use super::RequiredFields;
 use super::fields::{present_value, split_at_unescaped_quote, split_field, unescape_field};
 use super::parsed_request::FieldKind::{
     self, AddedDuration, AlbConnectionType, ArrivalTime, ClientFields, Cookie, Duration, EndTime,
@@ -236,11 +236,11 @@ impl LineTemplate {
         kind.unwrap_or(if is_cookie { Cookie } else { Other })
     }
 
-    /// Returns the header that a field holds, unless `--header-from` says otherwise.
+    /// Returns the header that a field holds, unless an option maps it to another field.
     fn header_of_field<'r>(
         &self,
         name: &str,
-        required_headers: &'r RequiredHeaders,
+        required_fields: &'r RequiredFields,
     ) -> Option<&'r str> {
         if self.is_built_in {
             return find_by_name(&BUILT_IN_HEADERS, name);
@@ -249,7 +249,7 @@ impl LineTemplate {
             return Some("cookie");
         }
         let suffix = name.strip_prefix("http_")?;
-        let mut names = required_headers.names.iter().map(|name| name.as_str());
+        let mut names = required_fields.names.iter().map(String::as_str);
         names.find(|name| name.replace('-', "_") == suffix)
     }
 }
@@ -320,7 +320,7 @@ pub(crate) struct TextLineParser {
     times: LogTimeParser,
 }
 
-/// A field with the headers that it holds.
+/// A field with the headers and mapped sources that it holds.
 #[derive(Debug)]
 struct BoundField {
     before: Vec<u8>,
@@ -331,9 +331,9 @@ struct BoundField {
 }
 
 impl TextLineParser {
-    pub(super) fn new(template: &LineTemplate, required_headers: &RequiredHeaders) -> Self {
+    pub(super) fn new(template: &LineTemplate, required_fields: &RequiredFields) -> Self {
         let bind = |before: &str, name: &str| {
-            let default_header = template.header_of_field(name, required_headers);
+            let default_header = template.header_of_field(name, required_fields);
             let cookie = name.strip_prefix("cookie_");
             BoundField {
                 before: before.into(),
@@ -341,7 +341,7 @@ impl TextLineParser {
                 header_prefix: cookie
                     .map_or_else(String::new, |name| format!("{name}="))
                     .into(),
-                headers: required_headers.indices_for_field(name, default_header),
+                headers: required_fields.indices_for_field(name, default_header),
             }
         };
         let fields = template.fields.iter();

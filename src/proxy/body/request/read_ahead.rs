@@ -1,15 +1,53 @@
-//! Reads a whole body before it is forwarded, for policies that depend on it.
+//! Reads a body before it is forwarded: its start while the request waits for a connection, or all
+//! of it for policies that depend on it.
 
 use bytes::BytesMut;
 use http_body::{Body as _, Frame};
 use std::future::poll_fn;
 use std::task::{Poll, ready};
 
-use super::RequestBody;
+use super::{RequestBody, unread_bytes};
 use crate::proxy::BodyError;
 
 /// Size of the parts in which a body is kept until it was read whole.
 const READ_PART_BYTES: usize = 8 * 1024;
+
+/// Start of a body that is read before the request takes a connection that others may need. A
+/// shorter body is read completely, so it cannot occupy a connection by arriving slowly.
+const MAX_READ_AHEAD_BYTES: u64 = 16 * 1024;
+
+impl RequestBody {
+    /// Whether the start of the body may be read before the request takes a connection. For a call
+    /// with messages it may not: the server may have to answer first.
+    pub(crate) fn may_be_read_ahead(&self) -> bool {
+        let body = self.0.as_ref();
+        body.is_some_and(|body| !body.borrow().is_message_stream)
+    }
+
+    /// Reads the start of the body, at most about [`MAX_READ_AHEAD_BYTES`], and keeps it for the
+    /// upstream. If the future is dropped, what was read is kept too.
+    ///
+    /// # Errors
+    /// Fails if the client does not send it.
+    pub(crate) async fn read_ahead(&self) -> Result<(), BodyError> {
+        let Some(body) = &self.0 else { return Ok(()) };
+        poll_fn(|cx| {
+            let mut body = body.borrow_mut();
+            while body.received < MAX_READ_AHEAD_BYTES
+                && let Some(frame) = ready!(body.poll_client(cx))
+            {
+                let frame = frame?;
+                // Counts as unread until the upstream takes it.
+                let bytes = unread_bytes(&frame);
+                body.active.monitor().memory.add_unread_frames(0, bytes);
+                body.read_ahead_bytes += bytes;
+                body.replay_buffer.append_frame(&frame);
+            }
+            Poll::Ready(Ok(()))
+        })
+        .await
+    }
+}
 
 impl RequestBody {
     /// Reads the whole body if it has at most `most` bytes, and keeps what was read for the
