@@ -213,13 +213,12 @@ impl<'t> PolicySimulator<'t> {
         self.in_flight.last_slot_id += 1;
         let (slot, instant) = (self.in_flight.last_slot_id, self.fixed_instant);
         let left_out = &self.left_out;
-        let is_included = |at: usize| left_out.binary_search(&at).is_err();
         let result = dry_run_request(
             (&self.memory, &self.settlements),
             table,
             &facts,
             (slot, instant),
-            is_included,
+            |at| left_out.binary_search(&at).is_err(),
             |outcome| {
                 let keys = keys_by_policy.get_mut(outcome.policy_index);
                 report.record_policy_outcome(&outcome, keys, now_us);
