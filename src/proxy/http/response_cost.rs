@@ -3,6 +3,8 @@
 //! Each body frame is scanned once on its way to the client. The scan delays no frame, and its
 //! memory is bounded whatever the upstream sends.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod properties;
 mod stream_flow;
 
 use bytes::Bytes;
@@ -24,7 +26,7 @@ use crate::policy::{
 /// If the meter is dropped before the response ends, a charge is settled only if the cost read by
 /// then exceeds the estimate: a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
-pub(crate) struct CostMeter {
+pub struct CostMeter {
     reports: ResponseReports,
     charges: Vec<MeteredCharge>,
     /// The last event of the stream, while the event before it ends.
@@ -48,7 +50,8 @@ struct LastEvent {
 }
 
 /// What may pass of a response next.
-pub(crate) enum ResponseFlow {
+#[derive(Debug)]
+pub enum ResponseFlow {
     /// So many bytes of data.
     Bytes(usize),
     /// Nothing: an event stream ends with this event, another body fails.
@@ -61,7 +64,7 @@ const MAX_EVENT_REST: usize = 64 * 1024;
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
     /// Returns `None` if no charge depends on the body or the trailers.
-    pub(crate) fn settle_head_and_create(
+    pub fn settle_head_and_create(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
@@ -97,7 +100,7 @@ impl CostMeter {
     }
 
     /// Reads costs from the next frame: body data or trailers.
-    pub(crate) fn read_frame(&mut self, frame: &Frame<Bytes>) {
+    pub fn read_frame(&mut self, frame: &Frame<Bytes>) {
         if let Some(bytes) = frame.data_ref() {
             self.reports.read_body_chunk(bytes);
             for MeteredCharge { charge, flow } in &mut self.charges {
@@ -114,7 +117,7 @@ impl CostMeter {
     }
 
     /// Settles all charges whose cost was found, after the complete body.
-    pub(crate) fn settle(mut self) {
+    pub fn settle(mut self) {
         self.reports.finish_body();
         for MeteredCharge { charge, .. } in self.charges.drain(..) {
             self.reports.settle(charge);
@@ -133,7 +136,7 @@ impl CostMeter {
 
     /// Takes further units for what passes next. Pending while all units are used and the store is
     /// asked for more.
-    pub(crate) fn poll_flow(&mut self, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
+    pub fn poll_flow(&mut self, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
         let mut allowance = usize::MAX;
         for MeteredCharge { charge, flow } in &mut self.charges {
             let Some(flow) = flow.as_mut().filter(|_| self.last_event.is_none()) else {

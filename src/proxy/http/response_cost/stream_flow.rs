@@ -27,7 +27,7 @@ pub(super) struct StreamFlow {
 }
 
 /// A slice that the store is asked for.
-struct PendingSlice(Pin<Box<dyn Future<Output = SliceDecision>>>);
+struct PendingSlice(Pin<Box<dyn Future<Output = SliceDecision> + Send>>);
 
 impl fmt::Debug for PendingSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
