@@ -26,6 +26,7 @@ pub use client_connection::open_connections::OpenConnections;
 pub use http::header_lines::{is_client_cert_field, is_stripped_before_policies};
 pub use http::inbound_request::{InboundRequest, InboundRequestError};
 pub use http::request_validation::{RequestValidationError, normalize_host};
+pub use http::response_cost::{CostMeter, ResponseFlow};
 pub use rate_limit_service::MAX_MESSAGE_BYTES;
 pub use rate_limit_service::grpc::RlsCallResult;
 pub use server::ProxyServer;

@@ -117,12 +117,17 @@ enum JsonStringRole {
 }
 
 impl JsonPointerScanner {
-    /// Reads the value in a body of a client that is valid JSON.
-    pub(super) fn read_request(body: &[u8], pointer: &JsonPointer) -> BodyValue {
-        let mut scan = Self {
+    /// Creates a scanner of a body of a client.
+    pub(super) fn for_request() -> Self {
+        Self {
             purpose: ScanPurpose::Request,
             ..Self::default()
-        };
+        }
+    }
+
+    /// Reads the value in a body of a client that is valid JSON.
+    pub(super) fn read_request(body: &[u8], pointer: &JsonPointer) -> BodyValue {
+        let mut scan = Self::for_request();
         scan.read_chunk(body, pointer);
         // A literal may be the whole document.
         scan.read_chunk(b"\n", pointer);
@@ -166,7 +171,7 @@ impl JsonPointerScanner {
         self.list_units
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, fuzzing))]
     pub(crate) fn buffer_capacity(&self) -> usize {
         self.buffer.capacity()
     }

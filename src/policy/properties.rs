@@ -1,6 +1,8 @@
 //! Properties that hold for any input. The tests draw random bytes; the targets in `fuzz/` search
 //! for counterexamples.
 
+mod bodies;
+
 use super::authorization::is_lenient_space;
 use super::client::{self, ClientAddress};
 use super::jwt::{self, ClaimName, RequestToken, TokenIssuer, TokenReader, VerificationKeys};
@@ -13,6 +15,8 @@ use crate::limiter::{Key, KeyBuilder};
 use http::{HeaderMap, HeaderValue, Method};
 use std::net::IpAddr;
 use std::sync::{Arc, LazyLock};
+
+pub use bodies::assert_body_readings;
 
 /// The path interpretations equal those of naive readers of all kinds, the most common one first.
 /// Each interpretation is in canonical spelling. The first byte chooses the settings, which always

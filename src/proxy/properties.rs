@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use super::http::header_lines::{self, is_client_cert_field};
 use super::http::headers::{self, AddressText, ForwardingContext};
 use super::http::inbound_request::InboundRequest;
+use super::http::response_cost;
 use super::http2_frames::frame_scanner::FrameScanner;
 use super::server::accept::proxy_header::properties as proxy_header;
 use crate::policy::JsonPointerScanner;
@@ -214,6 +215,11 @@ pub fn check_json_number_scan(bytes: &[u8]) {
         scan.read_chunk(document, &pointer);
         assert_eq!(found, scan.finish(), "{text}, in one piece");
     }
+}
+
+/// Checks that a response reports the same, however its body is split.
+pub fn check_response_reports(bytes: &[u8]) {
+    response_cost::properties::check_response_reports(bytes);
 }
 
 /// Checks that PROXY headers are parsed and other bytes are rejected. The first byte of `bytes`

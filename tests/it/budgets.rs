@@ -6,6 +6,7 @@ use serde_json::json;
 use std::future::ready;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tokio::sync::Barrier;
 
 fn with_store(redis: Option<&RedisServer>, policies: &str) -> String {
     let store = redis.map(RedisServer::store_config).unwrap_or_default();
@@ -266,4 +267,97 @@ async fn another_body_is_aborted_and_a_stream_within_its_quota_is_settled() {
     let bytes = client.read_to_close().await;
     assert!((3900..4600).contains(&bytes.len()), "{}", bytes.len());
     assert!(!bytes.ends_with(b"0\r\n\r\n"), "the body has no end");
+}
+
+const STREAMS: usize = 200;
+const SLICE: u64 = 20;
+
+/// Streams events of `UNITS` units each, as the path says: `/UNITS/COUNT`. Each reports the usage so
+/// far. None starts before all streams are there.
+async fn stream_usage(request: Request<Incoming>, all: Arc<Barrier>) -> UpstreamResponse {
+    let path = request.uri().path().to_owned();
+    let (units, count) = path[1..].split_once('/').unwrap();
+    let (units, count): (u64, u64) = (units.parse().unwrap(), count.parse().unwrap());
+    all.wait().await;
+    let (sender, body) = channel_body();
+    tokio::spawn(async move {
+        for number in 1..=count {
+            let usage = json!({ "usage": { "total_tokens": number * units } });
+            if !sender.send(format!("data: {usage}\n\n")).await {
+                return;
+            }
+        }
+    });
+    let response = Response::builder().header("content-type", "text/event-stream");
+    response.body(body).unwrap()
+}
+
+/// Runs streams of random usage through two proxies. Returns the units that each client received,
+/// and the most units of one event.
+async fn run_streams(policy: &str, seed: u64) -> (Vec<u64>, u64) {
+    let redis = RedisServer::start();
+    let all = Arc::new(Barrier::new(STREAMS));
+    let handler = move |request| stream_usage(request, Arc::clone(&all));
+    let upstream = Upstream::with_handler(handler).await;
+    let config = with_store(Some(&redis), policy);
+    let start = || Proxy::start_connected(&config, upstream.address);
+    let proxies = [start().await, start().await];
+    let mut rng = Rng::with_seed(seed);
+    let mut most_event_units = 0;
+    let mut streams = Vec::new();
+    for number in 0..STREAMS {
+        let (units, count) = (rng.u64(1..=SLICE), rng.u64(2..20));
+        most_event_units = most_event_units.max(units);
+        let target = format!("/{units}/{count}");
+        let request = proxies[number % 2].request("GET", &target);
+        let request = request.header("x-user", &number.to_string());
+        streams.push(async move {
+            let response = request.send().await;
+            response.expect_status(200);
+            let text = response.text();
+            let last = text.rsplit_once("\"total_tokens\":").expect(&text).1;
+            last.split('}').next().unwrap().parse::<u64>().unwrap()
+        });
+    }
+    (join_all(streams).await, most_event_units)
+}
+
+/// 200 streams at once, of one key or each with its own, over two proxies.
+#[tokio::test]
+async fn streams_at_two_proxies_overspend_by_less_than_a_slice_each() {
+    let seed = test_seed();
+    for (key, limit) in [("", 3000), ("\"header:x-user\"", 60)] {
+        let is_shared = key.is_empty();
+        let mut overspent_by_both = [0, 0];
+        for (overspent, cuts_off) in overspent_by_both.iter_mut().zip([false, true]) {
+            let cut_off = match cuts_off {
+                true => format!("cut_off = true\nslice = {SLICE}"),
+                false => String::new(),
+            };
+            let policy = format!(
+                "[[policy]]\nname = \"tokens\"\nkey = [{key}]\nlimit = {{ requests = {limit}, per = \"100d\" }}\n\
+                 [policy.cost]\nestimate = 10\nactual = \"response_json:/usage/total_tokens\"\n{cut_off}\n"
+            );
+            let (used, most_event_units) = run_streams(&policy, seed).await;
+            let sum: u64 = used.iter().sum();
+            let beyond = |units: u64| units.saturating_sub(limit);
+            let of_streams: Vec<u64> = used.iter().map(|units| beyond(*units)).collect();
+            *overspent = match is_shared {
+                true => beyond(sum),
+                false => of_streams.iter().sum(),
+            };
+            let most = of_streams.into_iter().max().filter(|_| !is_shared);
+            println!(
+                "seed {seed}, keys of {limit}, cut_off {cuts_off}: {sum} units, {overspent} too many, of one stream at most {most:?}"
+            );
+            if cuts_off {
+                assert!(*overspent <= STREAMS as u64 * SLICE, "{overspent}");
+                let is_within = |most: u64| most <= SLICE + most_event_units;
+                assert!(most.is_none_or(is_within), "{most:?}");
+                assert!(!is_shared || sum >= limit, "the limit is used up: {sum}");
+            }
+        }
+        let [without, with] = overspent_by_both;
+        assert!(without > 2 * with, "{without} units without, {with} with");
+    }
 }

@@ -2,6 +2,7 @@
 
 mod policies;
 mod returns;
+mod streams;
 mod variants;
 
 use crate::sim::scenario::{
@@ -45,7 +46,9 @@ pub(crate) fn draw_scenario(seed: u64, classes: &[ScenarioClass]) -> Scenario {
     set_operations(&mut scenario, &mut rng);
     add_login_rotation(&mut scenario, &mut rng);
     variants::add_variants(&mut scenario);
+    streams::cut_off_estimates(&mut scenario);
     returns::add_returns(&mut scenario);
+    streams::add_streams(&mut scenario);
     scenario.faults.sort_by_key(|fault| fault.at_us);
     scenario.requests.sort_by_key(|request| request.at_us);
     scenario
@@ -136,6 +139,7 @@ fn set_requests(scenario: &mut Scenario, rng: &mut Rng) {
             actual: (rng.u8(0..5) > 0).then(|| rng.u64(0..8)),
             leaves_after_us: (rng.u8(0..20) == 0).then(|| rng.u64(0..100) * 1_000),
             pause_us: if rng.u8(0..10) == 0 { 1_000 } else { 0 },
+            stream: None,
         };
         match scenario.class {
             Class::SettlementsBesideSlots if request.route == 0 => {

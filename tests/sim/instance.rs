@@ -4,6 +4,7 @@ use crate::sim::network::{InstanceNetwork, InstanceTime, SimulatedTransport};
 use crate::sim::operator::{load_config, run_operators, with_facts};
 use crate::sim::redis_server::{NEW_PASSWORD, PASSWORD};
 use crate::sim::scenario::{HOUR, RequestSpec, Scenario};
+use crate::sim::stream::{StreamRecord, pass_stream};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -41,6 +42,8 @@ pub(crate) struct RequestRecord {
     pub(crate) ended_us: Option<u64>,
     /// The response was complete, so that the actual cost is known.
     pub(crate) is_settled: bool,
+    /// What passed of a response that may be cut off.
+    pub(crate) stream: Option<StreamRecord>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -392,6 +395,8 @@ async fn serve_request(
     sleep(verdict.delay).await;
     state.record(index, |record, now_us| record.forwarded_us = Some(now_us));
     sleep(Duration::from_micros(request.service_us)).await;
+    let (streamed, estimates): (Vec<_>, Vec<_>) =
+        estimates.into_iter().partition(|one| one.slices.is_some());
     for estimate in estimates {
         if let Some(actual) = request.actual {
             state.record(index, |record, _| record.is_settled = true);
@@ -400,6 +405,14 @@ async fn serve_request(
                 _ => estimate.settle(actual),
             }
         }
+    }
+    if let (Some(stream), false) = (request.stream, streamed.is_empty()) {
+        let record = |change: &dyn Fn(&mut StreamRecord, u64)| {
+            state.record(index, |record, now_us| {
+                change(record.stream.get_or_insert_default(), now_us);
+            });
+        };
+        pass_stream(stream, streamed, record).await;
     }
     state.record(index, |record, now_us| record.ended_us = Some(now_us));
     drop(slot_guard);

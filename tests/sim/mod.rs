@@ -13,6 +13,7 @@ mod overrides;
 mod redis_server;
 mod resp;
 mod scenario;
+mod stream;
 mod summary;
 mod trace;
 mod world;

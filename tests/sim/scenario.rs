@@ -203,6 +203,8 @@ pub(crate) struct PolicySpec {
     pub(crate) has_alternatives: bool,
     /// Each instance counts for itself (`scope = "instance"`).
     pub(crate) is_of_instance: bool,
+    /// Responses are streams that are cut off when nothing is left: the units of a slice.
+    pub(crate) cut_off: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -221,6 +223,57 @@ pub(crate) struct RequestSpec {
     pub(crate) leaves_after_us: Option<u64>,
     /// Between the arrival and the decision, the process does something else.
     pub(crate) pause_us: u64,
+    /// How the response streams, if a policy may cut it off.
+    pub(crate) stream: Option<StreamSpec>,
+}
+
+/// A response that uses its units event by event.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StreamSpec {
+    pub(crate) events: u64,
+    /// The units of an event.
+    pub(crate) event_units: u64,
+    /// The time between two events.
+    pub(crate) interval_us: u64,
+    pub(crate) report: StreamReport,
+}
+
+/// What the events of a stream report. Until they do, its bytes count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StreamReport {
+    /// Each event reports the units so far.
+    EachEvent,
+    /// The last event reports these units for the whole response.
+    AtEnd(u64),
+    Never,
+}
+
+impl StreamSpec {
+    /// `response_bytes_per_unit` of the policies.
+    pub(crate) const BYTES_PER_UNIT: u64 = 64;
+
+    /// The units that the response has used after so many events.
+    pub(crate) fn units_after(&self, events: u64) -> u64 {
+        match self.report {
+            StreamReport::AtEnd(units) if events == self.events => units,
+            _ => events * self.event_units,
+        }
+    }
+
+    /// The text of an event, the first of which is number 1. Its bytes count as many units as it
+    /// uses.
+    pub(crate) fn event_text(&self, number: u64) -> String {
+        let is_reported = match self.report {
+            StreamReport::EachEvent => true,
+            StreamReport::AtEnd(_) => number == self.events,
+            StreamReport::Never => false,
+        };
+        let units = self.units_after(number);
+        let name = if is_reported { "usage" } else { "n" };
+        let data = format!("data: {{\"{name}\":{units}");
+        let bytes = (self.event_units * Self::BYTES_PER_UNIT) as usize;
+        format!("{data}{}}}\n\n", " ".repeat(bytes - data.len() - 3))
+    }
 }
 
 impl RequestSpec {
@@ -393,7 +446,7 @@ pub(crate) struct Scenario {
 }
 
 /// Slots outlive all pauses of a run, and units return only by hand.
-const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\", \"/r3\", \"/r10\", \"/r11\", \"/r12\"] }\nlimits = [\n\
+const POD_POLICY: &str = "[[policy]]\nname = \"pod\"\nscope = \"instance\"\nmatch = { path = [\"/r0\", \"/r1\", \"/r2\", \"/r3\", \"/r4\", \"/r10\", \"/r11\", \"/r12\"] }\nlimits = [\n\
     { requests = 1000000, algorithm = \"concurrency\", lease_ttl = \"1h\" },\n\
     { requests = 1000000, algorithm = \"sliding_log\", per = \"300d\" },\n]\n";
 
@@ -683,6 +736,12 @@ impl PolicySpec {
                 let status = COUNTED_STATUS.as_u16();
                 format!("cost = {cost}\ncount_when = {{ status = [{status}] }}\n")
             }
+            (Some(estimate), _) if self.cut_off.is_some() => format!(
+                "cost = {{ estimate = {estimate}, actual = \"response_json:/usage\", cut_off = true, \
+                 slice = {}, response_bytes_per_unit = {} }}\n",
+                self.cut_off.unwrap_or_default(),
+                StreamSpec::BYTES_PER_UNIT
+            ),
             (Some(estimate), _) => {
                 format!("cost = {{ estimate = {estimate}, actual = \"response_header:x-cost\" }}\n")
             }
@@ -693,9 +752,12 @@ impl PolicySpec {
         }
     }
 
-    /// The units that the response reports, if they settle an estimate.
+    /// The units that the response reports, if they settle an estimate at once.
     pub(crate) fn actual_units(&self, request: &RequestSpec) -> Option<u64> {
         let (cost, actual) = self.estimate.zip(request.actual)?;
+        if self.cut_off.is_some() {
+            return None;
+        }
         let is_counted = request.status() == COUNTED_STATUS;
         Some(match (self.counts_responses, is_counted) {
             (false, _) => actual,

@@ -4,6 +4,8 @@
 //! its memory is bounded whatever the upstream sends.
 
 mod json_body;
+#[cfg(any(test, fuzzing))]
+pub(crate) mod properties;
 mod stream_flow;
 
 use bytes::Bytes;
@@ -11,7 +13,6 @@ use http::{HeaderMap, HeaderName, response};
 use http_body::Frame;
 use serde_json::json;
 use std::task::{Context, Poll, ready};
-use tokio::task::spawn_local;
 
 use json_body::JsonBodyReader;
 use stream_flow::StreamFlow;
@@ -25,7 +26,7 @@ use crate::policy::{ActualCost, ReportSource, parse_whole_number};
 /// If the meter is dropped before the response ends, the estimate is the least that a request
 /// costs: a client cannot reduce its cost by disconnecting.
 #[derive(Debug)]
-pub(crate) struct CostMeter {
+pub struct CostMeter {
     reports: ResponseReports,
     charges: Vec<MeteredCharge>,
     /// The last event of the stream, while the event before it ends.
@@ -49,7 +50,8 @@ struct LastEvent {
 }
 
 /// What may pass of a response next.
-pub(crate) enum ResponseFlow {
+#[derive(Debug)]
+pub enum ResponseFlow {
     /// So many bytes of data.
     Bytes(usize),
     /// Nothing: an event stream ends with this event, another body fails.
@@ -62,7 +64,7 @@ const MAX_EVENT_REST: usize = 64 * 1024;
 impl CostMeter {
     /// Settles the charges that the response head determines and creates a meter for the others.
     /// Returns `None` if no charge depends on the body or the trailers.
-    pub(crate) fn settle_head_and_create(
+    pub fn settle_head_and_create(
         estimates: Vec<EstimatedCharge>,
         response: &response::Parts,
     ) -> Option<Box<Self>> {
@@ -99,7 +101,7 @@ impl CostMeter {
     }
 
     /// Reads costs from the next frame: body data or trailers.
-    pub(crate) fn read_frame(&mut self, frame: &Frame<Bytes>) {
+    pub fn read_frame(&mut self, frame: &Frame<Bytes>) {
         if let Some(bytes) = frame.data_ref() {
             self.reports.read_body_chunk(bytes);
             for MeteredCharge { charge, flow } in &mut self.charges {
@@ -116,7 +118,7 @@ impl CostMeter {
     }
 
     /// Settles all charges whose cost was found, after the complete body.
-    pub(crate) fn settle(mut self) {
+    pub fn settle(mut self) {
         self.reports.finish_body();
         for MeteredCharge { charge, flow } in self.charges.drain(..) {
             let (reported, used) = (
@@ -139,7 +141,7 @@ impl CostMeter {
 
     /// Takes further units for so many bytes, which have arrived. Pending while all units are used
     /// and the store is asked for more.
-    pub(crate) fn poll_flow(&mut self, bytes: usize, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
+    pub fn poll_flow(&mut self, bytes: usize, cx: &mut Context<'_>) -> Poll<ResponseFlow> {
         let mut allowance = usize::MAX;
         for MeteredCharge { charge, flow } in &mut self.charges {
             let Some(flow) = flow.as_mut().filter(|_| self.last_event.is_none()) else {
@@ -204,12 +206,12 @@ impl Drop for CostMeter {
 fn settle_after_slice(
     mut charge: EstimatedCharge,
     flow: Option<StreamFlow>,
-    settle: impl FnOnce(EstimatedCharge) + 'static,
+    settle: impl FnOnce(EstimatedCharge) + Send + 'static,
 ) {
     let Some(pending) = flow.and_then(StreamFlow::into_pending) else {
         return settle(charge);
     };
-    spawn_local(async move {
+    tokio::spawn(async move {
         let decision = pending.await;
         if let (Some(slices), SliceDecision::Charged(units)) = (&mut charge.slices, decision) {
             slices.record(units);

@@ -264,6 +264,7 @@ pub(super) fn build_policy(change: impl FnOnce(&mut PolicySpec)) -> PolicySpec {
         amounts: Amounts::Fixed,
         has_alternatives: false,
         is_of_instance: false,
+        cut_off: None,
     };
     change(&mut policy);
     policy

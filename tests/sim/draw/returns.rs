@@ -54,6 +54,7 @@ fn request_at(at_us: u64, service_us: u64, actual: u64) -> RequestSpec {
         actual: Some(actual),
         leaves_after_us: None,
         pause_us: 0,
+        stream: None,
     }
 }
 

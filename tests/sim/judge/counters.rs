@@ -1,7 +1,7 @@
 //! Nothing forwarded, nothing charged; every forwarded request charged once: by the counters in
 //! Redis at the end of the run.
 
-use super::{CounterHistory, FinishedRun, Violation};
+use super::{CounterHistory, FinishedRun, Violation, streams};
 use crate::sim::redis_server::EPOCH_US;
 use crate::sim::resp::{Command, Reply};
 use crate::sim::scenario::{CALENDAR_ZONE, HOUR, PolicySpec, Rule};
@@ -33,7 +33,11 @@ pub(super) fn check_counter(
         let cost = history.policy.cost(request);
         let actual = history.policy.actual_units(request);
         let settled = actual.filter(|_| record.is_settled);
-        if one.is_forwarded {
+        let is_settled = one.is_healthy_until_settled;
+        let streamed = streams::charged_units(run, history.policy, one.request, is_settled);
+        if let (Some(streamed), true) = (streamed, one.is_forwarded) {
+            (least, most) = (least + streamed.0, most + streamed.1);
+        } else if one.is_forwarded {
             least += match one.is_healthy_until_settled {
                 true => settled.unwrap_or(cost),
                 false => settled.unwrap_or(cost).min(cost),

@@ -58,7 +58,7 @@ pub(super) fn skew_us(run: &FinishedRun<'_>, per_us: u64) -> u64 {
 }
 
 /// The additional limits that an interval may contain.
-fn extra_limits(
+pub(super) fn extra_limits(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
     from_us: u64,
@@ -80,7 +80,7 @@ fn extra_limits(
 
 /// Units that Redis admitted in a pause of an outage. Instances without a reply about the key do
 /// not know these units.
-fn units_in_pauses(
+pub(super) fn units_in_pauses(
     run: &FinishedRun<'_>,
     history: &CounterHistory<'_>,
     (from_us, to_us): (u64, u64),

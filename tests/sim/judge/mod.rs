@@ -10,6 +10,7 @@ mod lockouts;
 mod pods;
 mod retry;
 mod service;
+mod streams;
 
 use crate::sim::instance::{Outcome, RequestRecord};
 use crate::sim::redis_server::cluster::{SLOTS, slot_of};
@@ -44,6 +45,8 @@ pub(crate) struct CounterUse {
     /// No outage from the arrival until one timeout after the end of the request, so its settlement
     /// was applied if there was one.
     pub(crate) is_healthy_until_settled: bool,
+    /// When its last unit is charged: at the decision, or while its response streams.
+    pub(crate) charged_until_us: u64,
 }
 
 /// A policy's counter for one client, or for all.
@@ -84,7 +87,9 @@ pub(crate) fn judge_run(world: &mut World) -> Vec<Violation> {
         violations.extend(counters::check_counter(&run, history, world));
         violations.extend(counters::check_counted_responses(&run, history, world));
         violations.extend(lockouts::check_lockouts(&run, history));
+        violations.extend(streams::check_streams(&run, history));
     }
+    violations.extend(streams::check_cut_offs(&run, &histories));
     violations.extend(limits::check_lease_ends(&run));
     violations.extend(pods::check_pods(&run, world));
     violations.extend(service::check_service(&run, &histories));
@@ -165,26 +170,34 @@ impl<'r> FinishedRun<'r> {
             is_healthy(&self.excuses, endpoints, (arrived_us, end_us))
         };
         let is_healthy = is_healthy_until(until_us);
-        let settled_by_us = record
+        let is_streamed = policy.cut_off.is_some() && record.stream.is_some();
+        // A stream without an end takes slices until its process ends.
+        let ended_us = record
             .ended_us
-            .map_or(0, |us| us + self.scenario.timeout_us);
+            .or(is_streamed.then_some(self.scenario.end_us));
+        let settled_by_us = ended_us.map_or(0, |us| us + self.scenario.timeout_us);
         let is_without_limit = policy.on_failure == OnFailure::Open && !policy.is_of_instance;
         let is_unlimited = record.is_degraded && is_without_limit;
         let cost = policy.cost(request);
         let actual = policy.actual_units(request);
         let is_forwarded = record.outcome == Outcome::Forwarded && !is_unlimited;
         let settled = actual.filter(|_| record.is_settled);
+        let is_healthy_until_settled = is_healthy_until(settled_by_us.max(until_us));
         CounterUse {
             request: index,
             arrived_us,
             decided_us,
             least_units: if is_forwarded {
+                let settled = settled.or(streams::settled_units(policy, request, record));
                 cost.min(settled.unwrap_or(cost))
             } else {
                 0
             },
             most_units: match record.outcome {
-                Outcome::Forwarded | Outcome::Unknown => cost.max(actual.unwrap_or(0)),
+                Outcome::Forwarded | Outcome::Unknown => {
+                    let streamed = streams::most_units(policy, request, record);
+                    streamed.unwrap_or(cost.max(actual.unwrap_or(0)))
+                }
                 Outcome::Unavailable | Outcome::Refused { .. } if policy.is_of_instance => 0,
                 Outcome::Refused { .. } if policy.counts_rejected => cost,
                 // A verdict without Redis says nothing about a charge that was sent.
@@ -194,7 +207,11 @@ impl<'r> FinishedRun<'r> {
             },
             is_forwarded,
             is_healthy,
-            is_healthy_until_settled: is_healthy_until(settled_by_us.max(until_us)),
+            is_healthy_until_settled,
+            charged_until_us: match ended_us.filter(|_| is_streamed) {
+                Some(ended_us) => decided_us.max(ended_us),
+                None => decided_us,
+            },
         }
     }
 

@@ -103,6 +103,17 @@ fn is_near(run: &FinishedRun<'_>, one: &CounterUse) -> bool {
 
 /// Whether a policy may have refused a request, at most.
 fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &CounterUse) -> bool {
+    let request = &run.scenario.requests[refused.request];
+    may_refuse_units(run, history, refused, history.policy.cost(request))
+}
+
+/// Whether a policy may have refused so many units at the time of a use, at most.
+pub(super) fn may_refuse_units(
+    run: &FinishedRun<'_>,
+    history: &CounterHistory<'_>,
+    refused: &CounterUse,
+    cost: u64,
+) -> bool {
     let policy = history.policy;
     // The units of an outage count from a later time; slots that ended in it are free again.
     let past_us = match policy.rule {
@@ -128,7 +139,6 @@ fn may_refuse(run: &FinishedRun<'_>, history: &CounterHistory<'_>, refused: &Cou
         return true;
     }
     let request = &run.scenario.requests[refused.request];
-    let cost = policy.cost(request);
     match policy.rule {
         Rule::SlidingLog | Rule::FixedWindow | Rule::CalendarDay | Rule::SlidingWindow => {
             lockouts::limits_of(policy, request)
@@ -253,7 +263,7 @@ fn is_window_full(
         .uses
         .iter()
         .filter(|one| one.request != refused.request)
-        .filter(|one| one.arrived_us <= refused.decided_us && one.decided_us >= from_us)
+        .filter(|one| one.arrived_us <= refused.decided_us && one.charged_until_us >= from_us)
         .map(|one| possible_units(run, policy, one, refused))
         .sum();
     let leased = 2 * policy.lease_units() * run.scenario.instances as u64;
@@ -295,7 +305,10 @@ fn is_bucket_full(
             break;
         }
         // A charge may come just before the refusal, so that its units have not drained.
-        let charged_us = one.decided_us.min(one.arrived_us + run.scenario.timeout_us);
+        let charged_us = match policy.cut_off {
+            Some(_) => one.charged_until_us,
+            None => one.decided_us.min(one.arrived_us + run.scenario.timeout_us),
+        };
         let until_us = charged_us.min(refused.arrived_us);
         if recovered_us.is_some_and(|recovered_us| until_us < recovered_us) {
             continue;

@@ -27,7 +27,7 @@ pub(super) struct StreamFlow {
 }
 
 /// A slice that the store is asked for.
-struct PendingSlice(Pin<Box<dyn Future<Output = SliceDecision>>>);
+struct PendingSlice(Pin<Box<dyn Future<Output = SliceDecision> + Send>>);
 
 impl fmt::Debug for PendingSlice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -49,7 +49,7 @@ impl StreamFlow {
     }
 
     /// The slice that the store is still asked for.
-    pub(super) fn into_pending(self) -> Option<impl Future<Output = SliceDecision>> {
+    pub(super) fn into_pending(self) -> Option<impl Future<Output = SliceDecision> + Send> {
         self.pending.map(|pending| pending.0)
     }
 
