@@ -2,6 +2,7 @@
 
 use crate::sim::judge::{Violation, judge_run};
 use crate::sim::scenario::Scenario;
+use crate::sim::stream::{StreamEnd, StreamRecord};
 use crate::sim::trace::Trace;
 use crate::sim::world::World;
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ const SHOWN_LINES: usize = 25;
 pub(crate) struct RunResult {
     pub(crate) violations: Vec<Violation>,
     pub(crate) trace: Trace,
+    /// All streams with a verdict, and those of them that were cut off.
+    pub(crate) streams: (u64, u64),
 }
 
 pub(crate) fn run_scenario(scenario: &Scenario, is_verbose: bool) -> RunResult {
@@ -23,9 +26,18 @@ pub(crate) fn run_scenario(scenario: &Scenario, is_verbose: bool) -> RunResult {
     world.trace.is_verbose = is_verbose;
     world.run();
     let violations = judge_run(&mut world);
+    let log = world.log.lock().unwrap();
+    let streams = || log.iter().filter_map(|record| record.stream.as_ref());
+    let is_cut_off = |one: &&StreamRecord| matches!(one.end, StreamEnd::CutOff { .. });
+    let streams = (
+        streams().count() as u64,
+        streams().filter(is_cut_off).count() as u64,
+    );
+    drop(log);
     RunResult {
         violations,
         trace: std::mem::take(&mut world.trace),
+        streams,
     }
 }
 

@@ -14,6 +14,8 @@ pub(crate) struct Summary {
     simulated_us: u64,
     commands: u64,
     requests: u64,
+    streams: u64,
+    cut_off_streams: u64,
     /// Of all events of all seeds, in any order.
     pub(crate) trace_hash: u64,
     faults: BTreeMap<String, u64>,
@@ -56,6 +58,8 @@ impl Summary {
         self.commands += result.trace.commands;
         self.trace_hash ^= result.trace.hash();
         self.requests += scenario.requests.len() as u64;
+        self.streams += result.streams.0;
+        self.cut_off_streams += result.streams.1;
         for fault in &scenario.faults {
             *self.faults.entry(fault.kind.name()).or_default() += 1;
         }
@@ -76,6 +80,8 @@ impl Summary {
         self.commands += other.commands;
         self.trace_hash ^= other.trace_hash;
         self.requests += other.requests;
+        self.streams += other.streams;
+        self.cut_off_streams += other.cut_off_streams;
         for (fault, count) in other.faults {
             *self.faults.entry(fault).or_default() += count;
         }
@@ -86,10 +92,12 @@ impl Summary {
 
     fn print(&self) {
         println!(
-            "{} seeds, {:.1} simulated hours, {} requests, {} commands of Redis, trace {:016x}",
+            "{} seeds, {:.1} simulated hours, {} requests, {} streams ({} cut off), {} commands of Redis, trace {:016x}",
             self.seeds,
             self.simulated_us as f64 / 3.6e9,
             self.requests,
+            self.streams,
+            self.cut_off_streams,
             self.commands,
             self.trace_hash
         );

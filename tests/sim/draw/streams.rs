@@ -100,7 +100,11 @@ fn draw_stream(max_events: u64, max_units: u64, rng: &mut Rng) -> StreamSpec {
     StreamSpec {
         events,
         event_units,
-        interval_us: 1_000 * rng.u64(1..100),
+        // Some end while Redis is asked for a slice.
+        interval_us: match rng.u8(0..3) {
+            0 => 500 * rng.u64(0..6),
+            _ => 1_000 * rng.u64(1..100),
+        },
         report: match rng.u8(0..4) {
             0 => StreamReport::Never,
             1 => StreamReport::AtEnd(rng.u64(0..=events * event_units)),
