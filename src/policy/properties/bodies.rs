@@ -173,10 +173,16 @@ fn read_form_naively(body: &[u8], pointer: &JsonPointer) -> NaiveReading {
     let pairs = form
         .split('&')
         .map(|pair| pair.split_once('=').unwrap_or((pair, "")));
-    let mut values = pairs.filter_map(|(name, value)| {
-        let name = String::from_utf8(decode(name)).ok()?;
-        may_be_named(&name, token).then(|| (*name == *token.name, decode(value)))
-    });
+    let named: Vec<(String, &str)> = pairs
+        .filter_map(|(name, value)| Some((String::from_utf8(decode(name)).ok()?, value)))
+        .filter(|(name, _)| may_be_named(name, token))
+        .collect();
+    // Only parsers of JSON ignore `_` and `-`.
+    let differs_in_signs = |name: &str| name.to_lowercase() != token.name.to_lowercase();
+    if named.iter().any(|(name, _)| differs_in_signs(name)) {
+        return NaiveReading::Lenient;
+    }
+    let mut values = (named.iter()).map(|(name, value)| (**name == *token.name, decode(value)));
     match (values.next(), values.next()) {
         (None, _) => NaiveReading::Value(BodyValue::Absent),
         (Some((true, value)), None) => match String::from_utf8(value) {
