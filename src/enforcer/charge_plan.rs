@@ -292,6 +292,7 @@ impl<'t> ChargePlan<'t> {
             Some(EstimatedCharge {
                 cost: Arc::clone(estimate.cost),
                 factors: estimate.factors.clone(),
+                least: estimate.least,
                 estimate: planned_policy.cost,
                 slices: planned_policy
                     .stream_slices(settlements.store())

@@ -21,6 +21,8 @@ pub struct EstimatedCharge {
     pub cost: Arc<EstimateCost>,
     /// The factors of its parts for this request.
     pub(super) factors: Box<FactorsOfRequest>,
+    /// The least units that a reported cost counts.
+    pub(super) least: u64,
     /// The estimated units, which stand until the charge is settled.
     pub estimate: u64,
     /// Further charges while the response streams, if it may be cut off.
@@ -38,7 +40,8 @@ pub struct EstimatedCharge {
 impl EstimatedCharge {
     /// The actual units, if the response reports any. `read` reads a source.
     pub fn reported_units(&self, read: impl Fn(&ReportSource) -> Option<u64>) -> Option<u64> {
-        self.cost.actual.reported_units(&self.factors, read)
+        let units = self.cost.actual.reported_units(&self.factors, read)?;
+        Some(units.max(self.least))
     }
 
     /// The units charged by now: the estimate, and slices of the response.

@@ -54,6 +54,8 @@ impl SlotTerms {
 pub(super) struct PlannedEstimate<'t> {
     pub cost: &'t Arc<EstimateCost>,
     pub factors: Box<FactorsOfRequest>,
+    /// The least units that a reported cost counts: the cost of another policy of the same counter.
+    pub least: u64,
 }
 
 /// The charges of one matching policy, for the request's key.
@@ -85,6 +87,7 @@ impl<'t> PlannedPolicy<'t> {
             estimate: quota.cost.as_estimate().map(|cost| PlannedEstimate {
                 cost,
                 factors: Box::new(cost.actual.factors_for(facts)),
+                least: 0,
             }),
             counted_key: counts_responses.then(response_key),
             counts_rejected: quota.count_rejected,
@@ -118,15 +121,18 @@ impl<'t> PlannedPolicy<'t> {
     }
 
     /// Replaces two charges of the same counters by one of `cost`. The policy with the tighter
-    /// limits decides, and the higher cost is settled as its policy says. (Equal descriptors can
-    /// carry different limits, too.)
+    /// limits decides, and no reported cost is less than the cost of the other. (Equal descriptors
+    /// can carry different limits, too.)
     pub(super) fn merge(&mut self, mut other: PlannedPolicy<'t>, cost: u64) {
-        let dearer = if other.cost > self.cost {
-            &mut other
-        } else {
-            &mut *self
-        };
-        let estimate = dearer.estimate.take();
+        let fixed = [&*self, &other].map(|one| match one.estimate {
+            Some(_) => 0,
+            None => one.cost,
+        });
+        let estimate = self.estimate.take().or(other.estimate.take());
+        let estimate = estimate.map(|estimate| PlannedEstimate {
+            least: fixed.into_iter().fold(estimate.least, u64::max),
+            ..estimate
+        });
         let mut pairs = self.own.limits.iter().zip(other.own.limits).enumerate();
         if pairs.any(|(index, (own, others))| {
             let other_limit = other.limit_at(index, others);

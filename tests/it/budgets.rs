@@ -124,31 +124,31 @@ async fn policies_of_one_counter_draw_different_costs_from_one_budget() {
 name = "chat"
 counter = "budget"
 match = { path = "/chat" }
-limit = { requests = 1000, per = "100d", name = "budget" }
+limit = { requests = 2000, per = "100d", name = "budget" }
 cost = { estimate = 100, actual = "response_json:/usage" }
 [[policy]]
 name = "images"
 counter = "budget"
 match = { path = ["/images", "/both"] }
-limit = { requests = 1000, per = "100d", name = "budget" }
+limit = { requests = 2000, per = "100d", name = "budget" }
 cost = 300
 [[policy]]
 name = "embeddings"
 counter = "budget"
 match = { path = ["/embeddings", "/both"] }
-limit = { requests = 1000, per = "100d", name = "budget" }
+limit = { requests = 2000, per = "100d", name = "budget" }
 cost = { estimate = 400, actual = "response_json:/usage" }
 "#;
     for in_redis in [false, true] {
         let redis = in_redis.then(RedisServer::start);
         let upstream = Upstream::with_handler(mirror).await;
         let proxy = Proxy::start(&with_store(redis.as_ref(), config), upstream.address).await;
-        let mut left = 1000;
+        let mut left = 2000;
         for (path, actual, units) in [
             ("/chat", 20, 20),
             ("/images", 0, 300),
-            // The highest cost is charged, and settled as its policy says.
-            ("/both", 50, 50),
+            // The highest cost is charged, and the settlement leaves that of the other policy.
+            ("/both", 50, 300),
             ("/embeddings", 10, 10),
         ] {
             let body = json!({ "usage": actual }).to_string();

@@ -5,12 +5,10 @@ use crate::config::suggestions;
 use crate::config::table_reader::report;
 use crate::limiter::{Algorithm, Limit};
 use crate::policy::{
-    ActualCost, AmountSource, CountedStatuses, Estimate, EstimateCost, KeyPart, NamedLimit,
-    OnStoreFailure, Quota,
+    ActualCost, AmountSource, CountedStatuses, KeyPart, NamedLimit, OnStoreFailure, Quota,
 };
 use std::collections::BTreeMap;
 use std::mem::discriminant;
-use std::sync::Arc;
 
 /// More counters of a single policy than this are no misspelled ones.
 const MAX_SUGGESTED_COUNTERS: usize = 16;
@@ -139,13 +137,6 @@ fn find_difference(
         quota.block == other_quota.block => "block_for; a block holds for all of them";
         counted_statuses(quota) == counted_statuses(other_quota) => "count_when; the response settles it";
         has_same_overrides => "[[policy.override]] keys, actions and modes, in the same order";
-    }
-    let (cost, other_cost) = (quota.cost.as_estimate(), other_quota.cost.as_estimate());
-    let is_stated = |cost: Option<&Arc<EstimateCost>>| {
-        cost.is_some_and(|cost| matches!(cost.estimate, Estimate::Stated(_)))
-    };
-    if cost != other_cost && (is_stated(cost) || is_stated(other_cost)) {
-        return Some("a request could choose by its estimate which cost settles it; expected the same cost, or numbers as estimates".to_owned());
     }
     let needs_same_amounts = match (quota.lease.is_some(), is_local, quota.shards > 1) {
         (true, ..) => Some("lease, which needs equal amounts"),
