@@ -393,6 +393,7 @@ async fn explain_reads_the_body_of_a_curl_line_and_of_a_request_to_the_admin_por
     let headers = json!({ "content-type": "application/json" });
     let described = json!({ "method": "POST", "url": "/mcp", "headers": headers, "body": call });
     let request = proxy.admin_request("POST", "/explain");
+    let request = request.header("content-type", "application/json");
     let explained = request.body(described.to_string()).send().await.json();
     assert_eq!(explained["policies"][0]["result"], "limits", "{explained}");
 }
