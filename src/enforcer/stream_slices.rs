@@ -6,8 +6,11 @@ use smallvec::SmallVec;
 use std::future::Future;
 use tokio::time::Instant;
 
-/// Maximum slices of a response that are recorded with their own times.
-const MAX_TAKEN_SLICES: usize = 16;
+/// Maximum slices of a response that are recorded with their own times: about 32 KiB.
+const MAX_TAKEN_SLICES: usize = 1024;
+
+/// After so many slices, the next ones are larger by one `slice`: a long response has few.
+const SLICES_PER_STEP: usize = 16;
 
 /// The slices of one policy in which a response is charged beyond its estimate. The store decides
 /// each one, as it decides requests.
@@ -18,7 +21,7 @@ pub struct StreamSlices {
     pub(super) charges: PolicyCharges<'static>,
     /// The name of the policy, unless responses must not have it.
     pub(super) reported_policy: Option<Box<str>>,
-    /// Units of a whole slice.
+    /// Units of the first slices.
     pub(super) size: u64,
     pub(super) taken: Vec<TakenSlice>,
 }
@@ -49,9 +52,11 @@ pub enum SliceDecision {
 }
 
 impl StreamSlices {
-    /// Units of a whole slice.
-    pub fn size(&self) -> u64 {
+    /// Units of the next slice.
+    pub fn next_size(&self) -> u64 {
+        let step = 1 + self.taken.len() / SLICES_PER_STEP;
         self.size
+            .saturating_mul(u64::try_from(step).unwrap_or(u64::MAX))
     }
 
     /// The name of the policy, unless responses must not have it.

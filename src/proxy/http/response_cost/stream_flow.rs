@@ -92,7 +92,7 @@ impl StreamFlow {
                 return Poll::Ready(Ok(()));
             };
             // At least the data that has arrived and half a slice, at most a slice too much.
-            let wanted = used.saturating_add(awaited.max(slices.size() / 2));
+            let wanted = used.saturating_add(awaited.max(slices.next_size() / 2));
             let missing = wanted.saturating_sub(self.granted);
             match (&mut self.pending, self.retry_after_s) {
                 (None, Some(retry_after_s)) if is_used_up => {
@@ -101,7 +101,7 @@ impl StreamFlow {
                 (None, Some(_)) => return Poll::Ready(Ok(())),
                 (None, None) if missing == 0 => return Poll::Ready(Ok(())),
                 (None, None) => {
-                    let units = self.most_units.min(missing.max(slices.size()));
+                    let units = self.most_units.min(missing.max(slices.next_size()));
                     let decision = Box::pin(slices.decide(units));
                     self.pending = Some(PendingSlice(decision));
                 }
