@@ -15,7 +15,7 @@ pub struct JsonPointer {
 pub struct JsonPointerToken {
     /// The expected key, if the parent is an object.
     pub name: Box<str>,
-    /// The name in the form in which look-alikes are compared ([`fold_name`]).
+    /// The name in the form in which names that look alike are compared ([`fold_name`]).
     pub(super) folded: Box<str>,
     /// The expected index from 0, if the parent is an array. `None` matches no array element.
     pub index: Option<u64>,
