@@ -160,7 +160,10 @@ fn read_form_naively(body: &[u8], pointer: &JsonPointer) -> NaiveReading {
     let Ok(form) = std::str::from_utf8(body) else {
         return NaiveReading::Invalid;
     };
-    if form.contains(|one: char| !one.is_ascii_graphic()) {
+    // What encoders of forms escape may be JSON, or another charset, for the app.
+    let is_written =
+        |one: char| one.is_ascii_alphanumeric() || "!#$%&'()*+,-./:;=?@_~".contains(one);
+    if !form.chars().all(is_written) {
         return NaiveReading::Invalid;
     }
     let [token] = pointer.tokens() else {
