@@ -91,8 +91,8 @@ pub(super) fn fold_name(name: &str) -> Cow<'_, str> {
     if name.bytes().all(is_folded) {
         return name.into();
     }
-    // Both ways, as U+1E9E is a capital of U+00DF, U+212A one of "k" and U+017F a small letter of "S". U+0307 is left of a
-    // capital I with a dot.
+    // Both ways, as U+1E9E is a capital of U+00DF, U+212A one of "k" and U+017F a small letter of
+    // "S". U+0307 is left of a capital I with a dot.
     let folded = name.to_lowercase().to_uppercase().to_lowercase();
     folded.replace(['_', '-', '\u{307}'], "").into()
 }
