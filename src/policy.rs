@@ -167,11 +167,12 @@ impl Policy {
     pub fn first_unmet_condition(&self, facts: &Facts<'_>) -> Option<UnmetCondition<'_>> {
         let is_exemption = matches!(self.action, PolicyAction::Allow);
         let skips = |quota: &Quota| quota.missing_key == MissingKeyAction::Skip;
-        let facts = &Facts {
-            unreadable_holds: facts.unreadable_holds
-                && !is_exemption
-                && !self.quota().is_some_and(skips),
-            ..*facts
+        let strict;
+        let facts = if facts.body.is_some() && (is_exemption || self.quota().is_some_and(skips)) {
+            strict = facts.with_unreadable_values(false);
+            &strict
+        } else {
+            facts
         };
         // An app that decodes twice would serve another path than the exempted one.
         if is_exemption && facts.paths.has_nested_escape && self.matcher.reads_path() {
@@ -196,16 +197,13 @@ impl Policy {
         let mut paths = facts.paths.iter();
         let ambiguity = paths.find_map(|path| matcher.find_ambiguity(facts, path, checks));
         ambiguity.or_else(|| {
-            let quota = self.quota()?;
+            let rejects = |quota: &&Quota| quota.missing_key == MissingKeyAction::Reject;
+            self.quota().filter(rejects)?;
             let part = matcher.unreadable_body_part(facts)?;
-            let strict = Facts {
-                unreadable_holds: false,
-                ..*facts
-            };
-            let rejects = quota.missing_key == MissingKeyAction::Reject
-                && self.first_unmet_condition(facts).is_none()
+            let strict = facts.with_unreadable_values(false);
+            let depends_on_body = self.first_unmet_condition(facts).is_none()
                 && self.first_unmet_condition(&strict).is_some();
-            rejects.then(|| KeyError::UnreadableBody(part.to_string()))
+            depends_on_body.then(|| KeyError::UnreadableBody(part.to_string()))
         })
     }
 

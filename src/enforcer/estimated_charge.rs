@@ -104,7 +104,7 @@ impl EstimatedCharge {
         static LOG: LazyLock<LogThrottle> = LazyLock::new(|| LogThrottle::new(LOG_INTERVAL));
         if let Some(count) = LOG.record_occurrence(Instant::now()) {
             let (policy, estimate, actual) = (self.policy_name(), self.estimate, &self.cost.actual);
-            tracing::warn!(policy, estimate, %actual, responses = count, "the response does not report its cost; the estimate stands");
+            tracing::warn!(policy, estimate, %actual, responses = count, "the response does not report its cost");
         }
     }
 

@@ -5,7 +5,7 @@ use super::json_pointer::parse_whole_number;
 use super::json_scanner::BodyValue;
 
 /// The body of a request, as policies read it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BodyFacts {
     /// Bytes of the body; `None` if unknown.
     pub size: Option<u64>,
@@ -35,8 +35,7 @@ impl BodyFacts {
             None => BodyValue::Text(text.into()),
         };
         let values = texts.map(|(pointer, text)| (pointer, text.map_or(BodyValue::Absent, value)));
-        let values = Some(values.collect());
-        Self { size, values }
+        Self::new(size, values.collect())
     }
 
     /// The value at a pointer of a policy.

@@ -236,7 +236,7 @@ impl Estimate {
     }
 }
 
-/// Text for messages, such as `500` or `the body's /max_tokens, at most 8000`.
+/// Text for messages, such as `500` or `the request's /max_tokens, at most 8000`.
 impl fmt::Display for Estimate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Self::Fixed(units) = self {

@@ -68,6 +68,14 @@ impl<'a> Facts<'a> {
         }
     }
 
+    /// The same facts, with what a condition on an unreadable value of the body yields.
+    pub(super) fn with_unreadable_values(self, holds: bool) -> Self {
+        Self {
+            unreadable_holds: holds,
+            ..self
+        }
+    }
+
     /// The target of the request for messages: its path, or the descriptor's domain.
     pub fn path_or_domain(&self) -> &'a str {
         match self.descriptor {

@@ -102,10 +102,7 @@ impl Matcher {
     fn is_excluded(&self, facts: &Facts<'_>, path: &str) -> bool {
         self.not.as_ref().is_some_and(|not| {
             let is_nested = facts.paths.has_nested_escape;
-            let inverted = Facts {
-                unreadable_holds: !facts.unreadable_holds,
-                ..*facts
-            };
+            let inverted = facts.with_unreadable_values(!facts.unreadable_holds);
             not.matches(&inverted, path) && !(is_nested && not.reads_path())
         })
     }

@@ -1,13 +1,9 @@
 """Starts the servers, Redis and tidegate on free loopback ports, and stops them at the end."""
 
-import atexit
 import json
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.parse
 import urllib.request
@@ -15,42 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-DIR = Path(tempfile.mkdtemp(prefix="tidegate-models-"))
+sys.path.append(str(HERE.parent))
+from loopback import DIR, children, free_port, stop  # noqa: E402
+
 START_S = 30
 SETTLE_S = 3
-children = []
-ports_in_use = set()
-
-
-def stop(child):
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-@atexit.register
-def stop_all():
-    for child in children:
-        stop(child)
-    shutil.rmtree(DIR, ignore_errors=True)
-
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-
-
-def free_port():
-    """A port that no earlier call has returned."""
-    while True:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        if port not in ports_in_use:
-            ports_in_use.add(port)
-            return port
 
 
 def start(name, port, *command):

@@ -1,56 +1,22 @@
 """The apps and the proxies as processes on loopback."""
 
-import atexit
 import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+from loopback import DIR, children, free_port, stop  # noqa: E402
+
 APPS = HERE / "apps"
-DIR = Path(tempfile.mkdtemp(prefix="tidegate-spellings-"))
 START_S = 60
 TOMCAT = [Path(f"/usr/share/java/tomcat10-{name}.jar") for name in ("embed-core", "annotations-api")]
-children = []
-ports_in_use = set()
-
-
-def stop(child):
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(10)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-
-
-@atexit.register
-def stop_all():
-    for child in children:
-        stop(child)
-    shutil.rmtree(DIR, ignore_errors=True)
-
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-
-
-def free_port():
-    """A port that no earlier call has returned."""
-    while True:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        if port not in ports_in_use:
-            ports_in_use.add(port)
-            return port
 
 
 def start(name, ports, *command, **options):

@@ -85,8 +85,8 @@ schema_table! {
         /// all instances; with other algorithms than fixed_window at most once per period. Not
         /// with lease, shards, warm_up or only concurrency. None while the store is unreachable.
         notify: ValueKind::ThresholdList, of_quota;
-        /// As in [defaults]. A request whose body can't be read lacks the body's values. With
-        /// match.body: "shared" limits it too, "skip" does not, "reject" rejects it.
+        /// As in [defaults]. If tidegate can't read a body, keys lack its values, and for
+        /// match.body "shared" limits the request, "skip" does not, "reject" rejects it.
         missing_key: MISSING_KEY, of_quota;
         /// Bytes of the request body that are read for body: values and estimates. A longer body
         /// can't be read.

@@ -122,8 +122,8 @@ impl fmt::Display for Factor {
 }
 
 impl WeightsByValue {
-    /// Creates factors by the values of a part, with one pattern at most for each value of the same
-    /// precedence as in overrides of limits.
+    /// Creates factors by the values of a part. The patterns have the precedence of those of
+    /// overrides: exact values first, then the longest literal text.
     pub fn new(part: KeyPart, mut factors: Vec<(ValuePattern, Factor)>, default: Factor) -> Self {
         factors.sort_by_key(|(pattern, _)| pattern.rank());
         Self {

@@ -81,13 +81,12 @@ impl CostMeter {
                 continue;
             }
             let flow = (estimate.slices.as_ref()).map(|_| StreamFlow::new(&estimate));
-            let is_pending = reports.await_cost_of(&estimate);
-            let is_known = reports.units_for(&estimate).is_some();
-            if is_pending || flow.is_some() && !is_known {
+            let reported = reports.units_for(&estimate);
+            if reports.may_report_more_for(&estimate) || flow.is_some() && reported.is_none() {
                 let charge = estimate;
                 charges.push(MeteredCharge { charge, flow });
             } else {
-                let (reported, used) = (reports.units_for(&estimate), estimate.estimate);
+                let used = estimate.estimate;
                 settle(estimate, reported, used);
             }
         }
@@ -213,8 +212,8 @@ fn settle_after_slice(
     };
     tokio::spawn(async move {
         let decision = pending.await;
-        if let (Some(slices), SliceDecision::Charged(units)) = (&mut charge.slices, decision) {
-            slices.record(units);
+        if let (Some(slices), SliceDecision::Charged(slice)) = (&mut charge.slices, decision) {
+            slices.record(slice);
         }
         settle(charge);
     });
@@ -291,7 +290,7 @@ impl ResponseReports {
     }
 
     /// Whether the rest of the response may report a part of the cost.
-    fn await_cost_of(&self, charge: &EstimatedCharge) -> bool {
+    fn may_report_more_for(&self, charge: &EstimatedCharge) -> bool {
         charge.cost.actual.sources().any(|source| match source {
             ReportSource::Header(name) => {
                 let mut headers = self.headers.iter();

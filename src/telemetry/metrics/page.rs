@@ -26,7 +26,7 @@ impl Metrics {
             Counter "tidegate_settlements_lost" = self.sum_counter(|worker| &worker.lost_settlements),
                 "Settlements of actual costs that could not be sent to the store. The estimate stands.";
             Counter "tidegate_costs_unreported" = self.sum_counter(|worker| &worker.unreported_costs),
-                "Responses that did not report the actual cost of a request. The estimate stands.";
+                "Responses that did not report the actual cost of a request. The estimate stands, or what was used (cut_off).";
             Counter "tidegate_responses_cut_off" = self.sum_counter(|worker| &worker.cut_offs),
                 "Responses that were ended because their key had nothing left (cut_off).";
         }

@@ -47,9 +47,7 @@ impl RequestBody {
         })
         .await
     }
-}
 
-impl RequestBody {
     /// Reads the whole body if it has at most `most` bytes, and keeps what was read for the
     /// upstream. Returns `None` for a longer body. If the future is dropped, the body is
     /// incomplete.
@@ -72,7 +70,7 @@ impl RequestBody {
                 match frame.into_data() {
                     Ok(data) => {
                         append_to_parts(&mut parts, &data);
-                        body.set_start_bytes(parts.iter().map(BytesMut::capacity).sum());
+                        body.set_start_bytes(parts.len() * READ_PART_BYTES);
                     }
                     Err(trailers) => return Poll::Ready(Ok(Some(trailers))),
                 }

@@ -113,7 +113,7 @@ impl StreamFlow {
                     };
                     self.pending = None;
                     let taken = match decision {
-                        SliceDecision::Charged(units) => slices.record(units),
+                        SliceDecision::Charged(slice) => slices.record(slice),
                         SliceDecision::Uncharged { units } => units,
                         SliceDecision::Refused {
                             remaining,
