@@ -65,6 +65,11 @@ impl QueryEscaper {
             || parsed.is_idle && self.tail == *EMPTY_LINE
     }
 
+    /// Whether the last bytes are a part of a head.
+    pub(crate) fn is_within_head(&self) -> bool {
+        self.bytes_after_head.is_none()
+    }
+
     /// Follows the next bytes, which begin with a request line if `is_request_line`. Returns the
     /// length of those that hyper may read now: what follows the head of a request that rarely has
     /// a body is the next request, which hyper must read by itself so that its line is found.

@@ -42,13 +42,13 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
     let parse_error_status = handler.unreadable_request_status(&peer);
     let max_head_bytes = listener.config.settings.max_header_bytes;
-    let mut socket = MonitoredSocket::new(socket, Rc::clone(&monitor), max_head_bytes);
+    // Boxed: a future reserves space for each variable and parameter that it passes through.
+    let mut socket = Box::new(MonitoredSocket::new(
+        socket,
+        Rc::clone(&monitor),
+        max_head_bytes,
+    ));
     socket.parse_error_status = parse_error_status;
-    let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
-    let detected = driver
-        .drive(|cx, close| poll_detect_http2(&mut socket, &mut first_bytes, cx, close))
-        .await;
-    socket.put_back(&first_bytes);
     let context = RequestContext {
         handler,
         peer: Arc::new(peer),
@@ -56,6 +56,11 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
         monitor,
         handover: Rc::default(),
     };
+    let mut first_bytes = Vec::with_capacity(HTTP2_PREFACE.len());
+    let detected = driver
+        .drive(|cx, close| poll_detect_http2(&mut socket, &mut first_bytes, cx, close))
+        .await;
+    socket.put_back(&first_bytes);
     match detected {
         // The protocol negotiated by ALPN wins over the client's first bytes.
         Ok(Some(by_preface)) if !http2.unwrap_or(by_preface) => {
@@ -68,7 +73,7 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
         }
         // A TLS client treats a close without close_notify as a truncated connection.
         Ok(None) => close_gracefully(&mut socket).await,
-        Err(overdue) => close_timed_out(socket, &context, overdue).await,
+        Err(overdue) => Box::pin(close_timed_out(socket, &context, overdue)).await,
     }
     context.listener.allocator_trim.record_released_connection();
 }
@@ -112,7 +117,7 @@ fn poll_detect_http2(
 /// Serves HTTP/1 until the connection ends. hyper and its buffers, about 20 KiB, exist only while
 /// the client sends requests: connections are idle most of the time.
 async fn serve_http1<H: RequestHandler>(
-    mut socket: MonitoredSocket,
+    mut socket: Box<MonitoredSocket>,
     context: &RequestContext<H>,
     mut driver: ConnectionDriver,
 ) {
@@ -130,7 +135,7 @@ async fn serve_http1<H: RequestHandler>(
         match next_request.await {
             Ok(true) => {}
             Ok(false) => return close_gracefully(&mut socket).await,
-            Err(overdue) => return close_timed_out(socket, context, overdue).await,
+            Err(overdue) => return Box::pin(close_timed_out(socket, context, overdue)).await,
         }
     }
 }
@@ -138,10 +143,10 @@ async fn serve_http1<H: RequestHandler>(
 /// Serves HTTP/1 until the connection ends or becomes idle. Returns the socket of an idle
 /// connection.
 async fn serve_http1_until_idle<H: RequestHandler>(
-    socket: MonitoredSocket,
+    socket: Box<MonitoredSocket>,
     context: &RequestContext<H>,
     driver: &mut ConnectionDriver,
-) -> Option<MonitoredSocket> {
+) -> Option<Box<MonitoredSocket>> {
     let (monitor, handover) = (&context.monitor, &context.handover);
     let requests = service_fn(|request| context.handle(request));
     let http1 = &context.listener.http1;
@@ -183,14 +188,14 @@ async fn serve_http1_until_idle<H: RequestHandler>(
             }
         }
         Err(TimeoutKind::IdleBuffers) => return Some(socket),
-        Err(overdue) => close_timed_out(socket, context, overdue).await,
+        Err(overdue) => Box::pin(close_timed_out(socket, context, overdue)).await,
     }
     None
 }
 
 /// Closes a connection that exceeded a timeout: after a 408 response, or with a reset.
 async fn close_timed_out<H: RequestHandler>(
-    mut socket: MonitoredSocket,
+    mut socket: Box<MonitoredSocket>,
     context: &RequestContext<H>,
     overdue: TimeoutKind,
 ) {

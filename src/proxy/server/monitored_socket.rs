@@ -51,6 +51,10 @@ const MAX_MEMORY_CHECKS: u8 = 10;
 /// h2 otherwise decodes all heads that the client sends, up to 144 bytes for each byte.
 const MIN_PAUSED_HEAD_BYTES: usize = 4 * 1024;
 
+/// Size of the first read of a connection, and of the reads of a body that is kept until it was read
+/// whole: just below the initial size of hyper's buffer, which doubles when a read fills it.
+const MAX_SMALL_READ_BYTES: usize = 8 * 1024 - 1;
+
 /// Output without effect on an HTTP/1.1 client. The machine of a disconnected client answers with a
 /// reset.
 const PROBE: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
@@ -309,6 +313,77 @@ impl MonitoredSocket {
         }
         linger.timer.as_mut().poll(cx)
     }
+
+    /// Reads from the transport, `most` bytes at most, or what was read of it behind a head.
+    fn poll_read_transport(
+        &mut self,
+        cx: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+        most: Option<usize>,
+    ) -> Poll<io::Result<()>> {
+        ready!(self.poll_memory(cx));
+        if self.remaining_pauses > 0 {
+            self.remaining_pauses -= 1;
+            cx.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        loop {
+            let before = into.filled().len();
+            let is_pipelined = !self.pipelined.is_empty();
+            if is_pipelined {
+                move_buffered_bytes(&mut self.pipelined, into);
+                self.report_read_ahead();
+            } else if most.is_some() || self.monitor.memory.body_start_bytes.get() > 0 {
+                let room = most.unwrap_or(MAX_SMALL_READ_BYTES).min(into.remaining());
+                let mut part = ReadBuf::new(into.initialize_unfilled_to(room));
+                ready!(Pin::new(&mut self.transport).poll_read(cx, &mut part))?;
+                let length = part.filled().len();
+                into.advance(length);
+            } else {
+                ready!(Pin::new(&mut self.transport).poll_read(cx, into))?;
+            }
+            let received = into.filled().get(before..).unwrap_or_default();
+            if received.is_empty() {
+                let may_read_response = self.monitor.has_active_requests()
+                    && !self.monitor.is_http2.get()
+                    && !self.is_half_close;
+                return if may_read_response && into.remaining() > 0 {
+                    self.poll_half_closed(cx)
+                } else {
+                    Poll::Ready(Ok(()))
+                };
+            }
+            // TLS has read its input, up to a part of a record.
+            self.monitor.memory.tls_input_bytes.set(0);
+            if !self.monitor.is_http2.get() {
+                self.follow_http1(into, before, is_pipelined);
+                return Poll::Ready(Ok(()));
+            }
+            self.monitor.record_read(received.len());
+            let max_head_bytes = self.max_head_bytes;
+            let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
+            let scanner = self.frame_scanner.get_or_insert_with(new_scanner);
+            let mut replacement = Vec::new();
+            let scan = scanner.scan(received, &mut replacement)?;
+            self.monitor.record_scan(&scan);
+            if self.monitor.frame_budget.is_exhausted.get() {
+                into.set_filled(before);
+                return self.end_flood(cx);
+            }
+            if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
+                self.remaining_pauses = scan.heads;
+            }
+            if !scan.is_rewritten {
+                return Poll::Ready(Ok(()));
+            }
+            into.set_filled(before);
+            if !replacement.is_empty() {
+                self.read_ahead = replacement.into();
+                self.read_from_buffer(into);
+                return Poll::Ready(Ok(()));
+            }
+        }
+    }
 }
 
 impl AsyncRead for MonitoredSocket {
@@ -321,66 +396,21 @@ impl AsyncRead for MonitoredSocket {
         if this.is_closed {
             return Poll::Ready(Ok(()));
         }
-        if !this.read_ahead.is_empty() {
-            this.read_from_buffer(into);
-            return Poll::Ready(Ok(()));
+        if this.read_ahead.is_empty() {
+            return this.poll_read_transport(cx, into, None);
         }
-        ready!(this.poll_memory(cx));
-        if this.remaining_pauses > 0 {
-            this.remaining_pauses -= 1;
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
+        this.read_from_buffer(into);
+        // hyper doubles its buffer when it has read only a part of a head.
+        let is_part = this.read_ahead.is_empty() && this.query_escaper.is_within_head();
+        let most = MAX_SMALL_READ_BYTES.saturating_sub(into.filled().len());
+        if is_part
+            && most.min(into.remaining()) > 0
+            && !this.monitor.is_http2.get()
+            && let Poll::Ready(Err(error)) = this.poll_read_transport(cx, into, Some(most))
+        {
+            return Poll::Ready(Err(error));
         }
-        loop {
-            let before = into.filled().len();
-            let is_pipelined = !this.pipelined.is_empty();
-            if is_pipelined {
-                move_buffered_bytes(&mut this.pipelined, into);
-                this.report_read_ahead();
-            } else {
-                ready!(Pin::new(&mut this.transport).poll_read(cx, into))?;
-            }
-            let received = into.filled().get(before..).unwrap_or_default();
-            if received.is_empty() {
-                let may_read_response = this.monitor.has_active_requests()
-                    && !this.monitor.is_http2.get()
-                    && !this.is_half_close;
-                return if may_read_response && into.remaining() > 0 {
-                    this.poll_half_closed(cx)
-                } else {
-                    Poll::Ready(Ok(()))
-                };
-            }
-            // TLS has read its input, up to a part of a record.
-            this.monitor.memory.tls_input_bytes.set(0);
-            if !this.monitor.is_http2.get() {
-                this.follow_http1(into, before, is_pipelined);
-                return Poll::Ready(Ok(()));
-            }
-            this.monitor.record_read(received.len());
-            let max_head_bytes = this.max_head_bytes;
-            let new_scanner = || Box::new(FrameScanner::new(max_head_bytes));
-            let scanner = this.frame_scanner.get_or_insert_with(new_scanner);
-            let mut replacement = Vec::new();
-            let scan = scanner.scan(received, &mut replacement)?;
-            this.monitor.record_scan(&scan);
-            if this.monitor.frame_budget.is_exhausted.get() {
-                into.set_filled(before);
-                return this.end_flood(cx);
-            }
-            if scan.head_bytes >= MIN_PAUSED_HEAD_BYTES {
-                this.remaining_pauses = scan.heads;
-            }
-            if !scan.is_rewritten {
-                return Poll::Ready(Ok(()));
-            }
-            into.set_filled(before);
-            if !replacement.is_empty() {
-                this.read_ahead = replacement.into();
-                this.read_from_buffer(into);
-                return Poll::Ready(Ok(()));
-            }
-        }
+        Poll::Ready(Ok(()))
     }
 }
 

@@ -1,5 +1,6 @@
 //! Worker threads: each serves its connections on a runtime of its own.
 
+use futures_util::FutureExt as _;
 use socket2::Socket;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -174,10 +175,8 @@ async fn run_worker<H: RequestHandler>(
                 let serving =
                     serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor);
                 let monitors = Rc::clone(&monitors);
-                tasks.spawn_local(async move {
-                    serving.await;
-                    monitors.borrow_mut().remove(&id);
-                });
+                // Not an async block: it would reserve the space of this large future twice.
+                tasks.spawn_local(serving.map(move |()| monitors.borrow_mut().remove(&id)));
             }
             Some(ended) = tasks.join_next() => if let Err(error) = ended {
                 // A panic ends only its own connection.

@@ -43,7 +43,7 @@ const H2_PING_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Serves HTTP/2 until the connection ends.
 pub(super) async fn serve_http2<H: RequestHandler>(
-    socket: MonitoredSocket,
+    socket: Box<MonitoredSocket>,
     context: &RequestContext<H>,
     mut driver: ConnectionDriver,
 ) {

@@ -39,7 +39,7 @@ impl UpgradedRequest {
     /// Runs the tunnel over the whole HTTP/1 connection.
     pub(super) async fn serve_http1_tunnel(
         mut self,
-        mut socket: MonitoredSocket,
+        mut socket: Box<MonitoredSocket>,
         stall_timeout: Duration,
     ) {
         socket.is_half_close = true;
