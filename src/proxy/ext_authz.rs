@@ -9,8 +9,7 @@
 use bytes::Bytes;
 use http::uri::PathAndQuery;
 use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Uri, Version,
-    header, request,
+    HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, Version, header, request,
 };
 use tokio::time::Instant;
 
@@ -71,15 +70,15 @@ impl ProxyService {
     /// a status that the proxy in front understands.
     pub(super) async fn answer_auth_request(
         &self,
-        request: Request<RequestBody>,
+        parts: &mut request::Parts,
+        body: RequestBody,
         peer: &ConnectionPeer,
     ) -> Response<ResponseBody> {
-        let (mut parts, body) = request.into_parts();
         body.discard();
         let snapshot = self.enforcer.policy_snapshot();
         let table = &*snapshot.table;
         let origin = table.cors.copy_origin(&parts.headers);
-        let mut context = RequestContext::new(&parts, origin.as_ref(), peer, table);
+        let mut context = RequestContext::new(parts, origin.as_ref(), peer, table);
         context.style = context.style.replace_grpc_with_json();
         let RequestContext {
             style, arrived_at, ..
@@ -88,11 +87,9 @@ impl ProxyService {
             Ok(kind) => kind,
             Err(error) => return reject_invalid_auth_request(error, peer),
         };
-        let inbound = match restore_original_request(&mut parts, proxy_kind) {
+        let inbound = match restore_original_request(parts, proxy_kind) {
             // The proxy in front forwards the path, as the client sent it.
-            Ok(()) => {
-                self.validate_request_head(&mut parts, &context, ForwardedPath::Unchanged, false)
-            }
+            Ok(()) => self.validate_request_head(parts, &context, ForwardedPath::Unchanged, false),
             Err(AuthRequestError::TargetInvalid) => {
                 let error = RequestValidationError::Target.into();
                 Err(local_replies::build_invalid_request_reply(error, style).into())
@@ -103,12 +100,12 @@ impl ProxyService {
             Ok(inbound) => inbound,
             Err(reply) => {
                 let body = RequestBody::default();
-                let reply = self.reject_invalid_request(&parts, body, &context, *reply);
+                let reply = self.reject_invalid_request(parts, body, &context, *reply);
                 return self.translate_denial_status(reply, proxy_kind);
             }
         };
         // No client certificate: the peer's certificate identifies the proxy in front.
-        let mut facts = inbound.facts(&parts, None, None);
+        let mut facts = inbound.facts(parts, None, None);
         facts.has_joined_headers = !self.ext_authz.accepts_joined_headers;
         let verdict = self.enforcer.decide_request(&snapshot, &facts, arrived_at);
         let verdict = verdict.await;
@@ -127,7 +124,7 @@ impl ProxyService {
             };
         let status = denial.as_ref().map_or(StatusCode::OK, Response::status);
         let trace = TraceParent::from_headers(&parts.headers);
-        let mut summary = RequestSummary::new(context, &parts, inbound, trace, None);
+        let mut summary = RequestSummary::new(context, parts, inbound, trace, None);
         self.log_and_trace_request(&mut summary, &verdict, status, Instant::now());
         self.metrics
             .record_response(status.as_u16(), arrived_at.elapsed());

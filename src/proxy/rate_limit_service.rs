@@ -14,7 +14,7 @@ pub(crate) mod grpc;
 mod messages;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode, header, request};
 use tokio::time::Instant;
 
 use super::ResponseBody;
@@ -59,12 +59,12 @@ impl ProxyService {
     /// Answers a gRPC call of the rate limit service or of the health service.
     pub(super) async fn answer_grpc_call(
         &self,
-        request: Request<RequestBody>,
+        parts: &request::Parts,
+        body: RequestBody,
         peer: &ConnectionPeer,
     ) -> Response<ResponseBody> {
         let arrived_at = Instant::now();
-        let (parts, body) = request.into_parts();
-        if let Some(response) = grpc::reject_non_grpc(&parts) {
+        if let Some(response) = grpc::reject_non_grpc(parts) {
             let calls = &self.metrics.rls_calls;
             calls.increment(RlsCallResult::Invalid as usize);
             tracing::debug!(status = %response.status(), peer = %peer.addr, "request is not a gRPC call");

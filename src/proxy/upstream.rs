@@ -13,7 +13,7 @@ pub(crate) mod response_body;
 pub use pool::UpstreamClient;
 
 use arc_swap::ArcSwap;
-use http::{HeaderName, HeaderValue, Method, Request, Response, Uri, Version};
+use http::{HeaderName, HeaderValue, Method, Request, Response, Uri, Version, request};
 use std::cell::Cell;
 use std::future::{Future, poll_fn};
 use std::net::IpAddr;
@@ -87,8 +87,8 @@ impl UpstreamClient {
     /// Sends a request, with retries, and waits for the response head. The returned response
     /// streams the body.
     ///
-    /// The request must have its URI in origin form and its final headers, `Host` included. With
-    /// `is_upgrade`, it has `Upgrade`. `now` is the caller's latest clock reading, `client` returns
+    /// The head must have its URI in origin form and its final headers, `Host` included; it is taken.
+    /// With `is_upgrade`, it has `Upgrade`. `now` is the caller's latest clock reading, `client` returns
     /// the address prefix that sent the request. `interim` receives informational (1xx) responses.
     /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
@@ -102,18 +102,16 @@ impl UpstreamClient {
     )]
     pub fn send(
         self: &Rc<Self>,
-        mut request: Request<RequestBody>,
-        is_upgrade: bool,
+        (head, body, is_upgrade): (&mut request::Parts, &RequestBody, bool),
         client: impl Fn() -> IpAddr,
         mut now: Instant,
         interim: &mut InformationalForwarder,
         was_sent: &Cell<bool>,
     ) -> impl Future<Output = Result<Response<ResponseBody>, UpstreamError>> {
         async move {
-            *request.version_mut() = Version::HTTP_11;
-            let mut budget = RetryBudget::new(self.settings(), &request);
-            let upload = Some(request.body());
-            let upload = upload.filter(|body| body.may_be_read_ahead() && self.is_scarce());
+            head.version = Version::HTTP_11;
+            let mut budget = RetryBudget::new(self.settings(), &head.method, body);
+            let upload = Some(body).filter(|body| body.may_be_read_ahead() && self.is_scarce());
             let taken = upload.is_none().then(|| self.try_take_share(&client));
             let share = match taken.flatten() {
                 Some(share) => share,
@@ -130,23 +128,26 @@ impl UpstreamClient {
             loop {
                 if is_upgrade {
                     connection = self
-                        .select_connection_for_upgrade(connection, &request, &mut budget.connects)
+                        .select_connection_for_upgrade(connection, head, &mut budget.connects)
                         .await?;
                 }
                 let is_reused = connection.is_reused();
                 let is_http2 = matches!(connection.protocol, ConnectionProtocol::Http2(_));
                 let may_retry = is_http2 || is_reused && budget.may_retry_idempotent;
-                let retry = may_retry.then(|| RetryRequest::from_request(&request));
+                let copy = may_retry.then(|| HeadCopy::new(head));
                 // An HTTP/2 upstream may refuse a request unprocessed even after the whole body was
                 // sent, so the body is kept for a retry.
-                request.body().set_replay(is_http2);
+                body.set_replay(is_http2);
                 let yield_first = is_reused && !budget.may_retry_idempotent;
                 let was_sent_before = was_sent.replace(true);
                 let order = (is_upgrade, yield_first);
+                let request = (&mut *head, body);
                 let exchange = self.exchange_request(connection, request, sent_at, interim, order);
                 match exchange.await {
                     Ok(mut response) => {
-                        retry.inspect(|copy| copy.body.set_replay(false));
+                        if copy.is_some() {
+                            body.set_replay(false);
+                        }
                         match response.body_mut() {
                             ResponseBody::Upstream(body) => {
                                 if let Some(connection) = &mut body.connection {
@@ -167,9 +168,8 @@ impl UpstreamClient {
                         if let ExchangeFailure::NotSent(_) = failed.0 {
                             was_sent.set(was_sent_before);
                         }
-                        (request, connection) =
-                            Box::pin(self.prepare_retry(failed, retry, is_reused, &mut budget))
-                                .await?;
+                        let retry = self.prepare_retry(failed, copy, body, is_reused, &mut budget);
+                        (*head, connection) = Box::pin(retry).await?;
                     }
                 }
                 sent_at = Instant::now();
@@ -214,34 +214,35 @@ impl UpstreamClient {
         }
     }
 
-    /// Returns the request and another connection for a retry.
+    /// Returns the head and another connection for a retry.
     ///
     /// # Errors
     /// Returns the failure if the request must not be sent again. Fails if there is no connection.
     async fn prepare_retry(
         self: &Rc<Self>,
         (failure, error): (ExchangeFailure, UpstreamError),
-        copy: Option<RetryRequest>,
+        copy: Option<HeadCopy>,
+        body: &RequestBody,
         is_reused: bool,
         budget: &mut RetryBudget,
-    ) -> Result<(Request<RequestBody>, Box<UpstreamConnection>), UpstreamError> {
+    ) -> Result<(request::Parts, Box<UpstreamConnection>), UpstreamError> {
         let copy = match (failure, copy) {
             (ExchangeFailure::NotSent(unsent), copy) if is_reused || budget.connects > 0 => {
                 budget.connects -= u32::from(!is_reused);
-                let rebuild = || copy.map(RetryRequest::into_request);
-                let Some(request) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
+                let rebuild = || copy.map(HeadCopy::into_head);
+                let Some(head) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
                     return Err(error);
                 };
-                return Ok((request, self.acquire(&mut budget.connects).await?));
+                return Ok((head, self.acquire(&mut budget.connects).await?));
             }
             (ExchangeFailure::RefusedStream, Some(copy))
-                if budget.may_retry_refused && copy.body.rewind() =>
+                if budget.may_retry_refused && body.rewind() =>
             {
                 tracing::debug!(%error, "retrying request that the upstream refused unprocessed");
                 budget.may_retry_refused = false;
                 copy
             }
-            (ExchangeFailure::GoAway, Some(copy)) if budget.goaways > 0 && copy.body.rewind() => {
+            (ExchangeFailure::GoAway, Some(copy)) if budget.goaways > 0 && body.rewind() => {
                 tracing::debug!(%error, "retrying request on a new connection after GOAWAY");
                 budget.goaways -= 1;
                 copy
@@ -260,7 +261,7 @@ impl UpstreamClient {
         // If reconnecting fails, the first connection's error is returned: that connection may have
         // delivered the request.
         let next = self.acquire_new_or_http2(&mut budget.connects).await;
-        Ok((copy.into_request(), next.map_err(|_other| error)?))
+        Ok((copy.into_head(), next.map_err(|_other| error)?))
     }
 
     /// Returns a connection for a request with `Upgrade`, replacing an HTTP/2 connection by an
@@ -272,13 +273,13 @@ impl UpstreamClient {
     async fn select_connection_for_upgrade(
         self: &Rc<Self>,
         connection: Box<UpstreamConnection>,
-        request: &Request<RequestBody>,
+        head: &request::Parts,
         retries: &mut u32,
     ) -> Result<Box<UpstreamConnection>, UpstreamError> {
         let ConnectionProtocol::Http2(slot) = &connection.protocol else {
             return Ok(connection);
         };
-        let is_websocket = upgrade::upgrade_names_websocket(request.headers());
+        let is_websocket = upgrade::upgrade_names_websocket(&head.headers);
         if is_websocket && slot.connection.supports_extended_connect() {
             return Ok(connection);
         }
@@ -305,67 +306,62 @@ struct RetryBudget {
 }
 
 impl RetryBudget {
-    fn new(settings: &UpstreamSettings, request: &Request<RequestBody>) -> Self {
+    fn new(settings: &UpstreamSettings, method: &Method, body: &RequestBody) -> Self {
         Self {
             connects: settings.retry_connect,
             goaways: MAX_GOAWAY_RETRIES,
             may_retry_refused: true,
-            may_retry_idempotent: settings.retry_idempotent && is_retryable(request),
+            may_retry_idempotent: settings.retry_idempotent && is_retryable(method, body),
         }
     }
 }
 
-/// A copy of a request, for a retry. Copying the headers as text costs a third of cloning their
+/// A copy of a request head, for a retry. Copying the headers as text costs a third of cloning their
 /// map; few copies are ever converted back.
-pub(crate) struct RetryRequest {
+pub(crate) struct HeadCopy {
     method: Method,
     uri: Uri,
     /// `name:value\n` for each header. Names contain no colon, and values no line feed.
     header_lines: Vec<u8>,
-    /// Another handle to the body of the original request.
-    pub(crate) body: RequestBody,
 }
 
-impl RetryRequest {
-    pub(crate) fn from_request(request: &Request<RequestBody>) -> Self {
+impl HeadCopy {
+    pub(crate) fn new(head: &request::Parts) -> Self {
         // Most heads are no longer.
         let mut header_lines = Vec::with_capacity(512);
-        for (name, value) in request.headers() {
+        for (name, value) in &head.headers {
             header_lines.extend_from_slice(name.as_str().as_bytes());
             header_lines.push(b':');
             header_lines.extend_from_slice(value.as_bytes());
             header_lines.push(b'\n');
         }
         Self {
-            method: request.method().clone(),
-            uri: request.uri().clone(),
+            method: head.method.clone(),
+            uri: head.uri.clone(),
             header_lines,
-            body: request.body().clone_handle(),
         }
     }
 
-    pub(crate) fn into_request(self) -> Request<RequestBody> {
-        let mut request = Request::new(self.body);
-        *request.method_mut() = self.method;
-        *request.uri_mut() = self.uri;
+    pub(crate) fn into_head(self) -> request::Parts {
+        let mut head = Request::new(()).into_parts().0;
+        head.method = self.method;
+        head.uri = self.uri;
         for line in self.header_lines.split(|byte| *byte == b'\n') {
             let mut halves = line.splitn(2, |byte| *byte == b':');
             let name = halves.next().map(HeaderName::from_bytes);
             let value = halves.next().map(HeaderValue::from_bytes);
             if let (Some(Ok(name)), Some(Ok(value))) = (name, value) {
-                request.headers_mut().append(name, value);
+                head.headers.append(name, value);
             }
         }
-        request
+        head
     }
 }
 
 /// Whether a request may be processed twice: its method is idempotent (RFC 9110, 9.2.2) and it has
 /// no body.
-pub(crate) fn is_retryable(request: &Request<RequestBody>) -> bool {
-    let method = request.method();
-    request.body().is_empty()
-        && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
+pub(crate) fn is_retryable(method: &Method, body: &RequestBody) -> bool {
+    body.is_empty() && (method.is_safe() || [Method::PUT, Method::DELETE].contains(method))
 }
 
 /// Minimum interval between warnings about requests that are not forwarded.
@@ -436,11 +432,11 @@ impl UpstreamSharedState {
 
 #[cfg(test)]
 mod tests {
-    use super::{RequestBody, RetryRequest, is_retryable};
+    use super::{HeadCopy, RequestBody, is_retryable};
     use http::Request;
 
     #[test]
-    fn retry_request_equals_the_original() {
+    fn head_copy_equals_the_original() {
         let head = || {
             Request::put("/a?b")
                 .header("x-b", ": 1:2")
@@ -450,30 +446,21 @@ mod tests {
         let request = || {
             head()
                 .header("x-\u{7e}", &b"\xff\t"[..])
-                .body(RequestBody::default())
+                .body(())
                 .unwrap()
+                .into_parts()
+                .0
         };
-        let (first, retried) = (
-            request(),
-            RetryRequest::from_request(&request()).into_request(),
-        );
-        assert_eq!(
-            (retried.method(), retried.uri()),
-            (first.method(), first.uri())
-        );
-        assert_eq!(retried.headers(), first.headers());
-        assert_eq!(retried.headers().iter().count(), 4);
+        let (first, retried) = (request(), HeadCopy::new(&request()).into_head());
+        assert_eq!((&retried.method, &retried.uri), (&first.method, &first.uri));
+        assert_eq!(retried.headers, first.headers);
+        assert_eq!(retried.headers.len(), 4);
     }
 
     #[test]
     fn only_idempotent_requests_are_retryable() {
-        let repeatable = |method| {
-            let request = Request::builder()
-                .method(method)
-                .body(RequestBody::default())
-                .unwrap();
-            is_retryable(&request)
-        };
+        let repeatable =
+            |method: &str| is_retryable(&method.parse().unwrap(), &RequestBody::default());
         for method in ["GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"] {
             assert!(repeatable(method), "{method}");
         }

@@ -6,7 +6,9 @@
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Version, header, request, response};
+use http::{
+    HeaderMap, HeaderName, HeaderValue, Request, StatusCode, Version, header, request, response,
+};
 use smallvec::SmallVec;
 use std::net::IpAddr;
 use tokio_rustls::rustls::pki_types::CertificateDer;
@@ -20,6 +22,11 @@ use super::{header_lines, upgrade};
 use crate::policy::PolicyTable;
 use crate::policy::client::ClientAddress;
 use crate::tls;
+
+/// Takes a request head, and leaves an empty one.
+pub(crate) fn take_head(head: &mut request::Parts) -> request::Parts {
+    std::mem::replace(head, Request::new(()).into_parts().0)
+}
 
 /// Properties of a request, its client and the upstream that determine the forwarded headers.
 #[derive(Clone, Copy, Debug)]

@@ -1,9 +1,8 @@
 //! Interface between the server and the application that answers its requests.
 
-use http::{Request, Response, StatusCode};
+use http::{Response, StatusCode, request};
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
-use std::rc::Rc;
 use std::sync::Arc;
 use strum::{IntoStaticStr, VariantNames};
 
@@ -20,12 +19,15 @@ use crate::tls::CertificateSubject;
 pub trait RequestHandler: 'static {
     /// Handles one request. If the client disconnects, the future is dropped. `interim` sends
     /// informational (1xx) responses before the final one.
+    ///
+    /// The head is borrowed: passed by value, it would be copied into each future on its way.
     fn handle(
-        self: Rc<Self>,
-        request: Request<RequestBody>,
-        peer: Arc<ConnectionPeer>,
-        interim: InformationalForwarder,
-    ) -> impl Future<Output = Response<ResponseBody>> + 'static;
+        &self,
+        head: &mut request::Parts,
+        body: RequestBody,
+        peer: &ConnectionPeer,
+        interim: &mut InformationalForwarder,
+    ) -> impl Future<Output = Response<ResponseBody>>;
 
     /// Records a connection that failed before its first request.
     fn record_connection_setup_error(&self, _error: HandshakeError) {}

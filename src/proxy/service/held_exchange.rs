@@ -1,7 +1,7 @@
 //! Exchanges with the upstream that go on without their client, because their concurrency slot is
 //! held until the upstream's response ends (`release = "upstream"`).
 
-use http::{Request, Response};
+use http::{Response, request};
 use std::cell::Cell;
 use std::net::IpAddr;
 use std::pin::{Pin, pin};
@@ -32,7 +32,7 @@ impl HeldExchange {
     /// until the end of its time.
     pub(crate) fn new(
         upstream: Rc<UpstreamClient>,
-        (request, is_upgrade): (Request<RequestBody>, bool),
+        (mut head, body, is_upgrade): (request::Parts, RequestBody, bool),
         client: IpAddr,
         now: Instant,
         mut interim: InformationalForwarder,
@@ -42,7 +42,8 @@ impl HeldExchange {
         let sent = Rc::clone(&was_sent);
         let exchange = async move {
             let deadline = guard.held_until();
-            let send = upstream.send(request, is_upgrade, || client, now, &mut interim, &sent);
+            let request = (&mut head, &body, is_upgrade);
+            let send = upstream.send(request, || client, now, &mut interim, &sent);
             let mut result = await_until_deadline(deadline, pin!(send)).await;
             match &mut result {
                 Ok(response) => response.body_mut().attach_guards(Some(guard), None),

@@ -1,7 +1,7 @@
 //! Handles one proxied request. The functions stand in the order of its steps.
 
 use bytes::Bytes;
-use http::{Method, Request, Response, StatusCode, header, request};
+use http::{Method, Response, StatusCode, header, request};
 use http_body::Body as _;
 use std::cell::Cell;
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ use crate::policy::{PolicyTable, SelfServiceSettings};
 use crate::proxy::body::informational_responses::InformationalForwarder;
 use crate::proxy::client_counts::ClientCountGuard;
 use crate::proxy::http::headers::ForwardingContext;
-use crate::proxy::http::headers::add_client_cert;
+use crate::proxy::http::headers::{add_client_cert, take_head};
 use crate::proxy::http::inbound_request::InboundRequest;
 use crate::proxy::http::local_replies::ReplyStyle;
 use crate::proxy::http::rate_limit_headers::add_mark_header;
@@ -30,45 +30,45 @@ use crate::telemetry::trace::TraceParent;
 impl ProxyService {
     pub(super) async fn handle_proxy_request(
         &self,
-        request: Request<RequestBody>,
+        parts: &mut request::Parts,
+        body: RequestBody,
         peer: &ConnectionPeer,
         interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
-        let (mut parts, body) = request.into_parts();
         let policies = self.enforcer.policy_snapshot();
         let table = &*policies.table;
         let origin = table.cors.copy_origin(&parts.headers);
-        let context = RequestContext::new(&parts, origin.as_ref(), peer, table);
+        let context = RequestContext::new(parts, origin.as_ref(), peer, table);
 
         // 1. Read and validate: only requests with one possible reading are accepted.
         let (forward, has_body) = (table.path.forward, !body.is_end_stream());
-        let inbound = match self.validate_request_head(&mut parts, &context, forward, has_body) {
+        let inbound = match self.validate_request_head(parts, &context, forward, has_body) {
             Ok(inbound) => inbound,
-            Err(reply) => return self.reject_invalid_request(&parts, body, &context, *reply),
+            Err(reply) => return self.reject_invalid_request(parts, body, &context, *reply),
         };
         if let Some(settings) = table.self_service_at(inbound.target.path()) {
-            let answer = self.answer_own_limits(settings, context, &parts, inbound, body);
+            let answer = self.answer_own_limits(settings, context, parts, inbound, body);
             return Box::pin(answer).await;
         }
         let trace = TraceParent::from_headers(&parts.headers);
-        let recording = self.start_trace_recording(trace, &parts, &inbound, &context);
+        let recording = self.start_trace_recording(trace, parts, &inbound, &context);
 
         // 2. Decide. Nothing is charged for a tunnel too many, or for a body that ends early.
         let mut admission = self.count_tunnel(&inbound, table);
         let (mut body_facts, mut asked_at) = (None, context.arrived_at);
         if has_body && table.reads_bodies() && admission.is_ok() {
-            let reading = self.read_body((&parts, &inbound), &context, &body, &mut admission);
+            let reading = self.read_body((parts, &inbound), &context, &body, &mut admission);
             (body_facts, asked_at) = Box::pin(reading).await;
         }
         let mut verdict = Verdict::default();
         if admission.is_ok() {
             let certificate = peer.certificate_subject.as_ref();
-            let facts = inbound.facts(&parts, certificate, body_facts.as_deref());
+            let facts = inbound.facts(parts, certificate, body_facts.as_deref());
             let decision = self.enforcer.decide_request(&policies, &facts, asked_at);
             verdict = decision.await;
         }
         self.record_decision(&verdict, &inbound, peer);
-        let mut summary = RequestSummary::new(context, &parts, inbound, trace, recording);
+        let mut summary = RequestSummary::new(context, parts, inbound, trace, recording);
         let fields = table.rate_limit_headers;
         if let Some(reply) = local_replies::build_verdict_reply(&verdict, fields, context.style) {
             return self.reject_request(body, reply, &mut summary, &verdict);
@@ -88,16 +88,16 @@ impl ProxyService {
         };
 
         // 4. Forward.
-        self.prepare_upstream_request(&mut parts, &mut summary, &estimates, &body);
+        self.prepare_upstream_request(parts, &mut summary, &estimates, &body);
         add_mark_header(&mut parts.headers, table, &verdict);
-        let (body_handle, was_sent) = (body.clone_handle(), Cell::new(false));
+        let was_sent = Cell::new(false);
         let is_upgrade = summary.target.upgrade_request.is_some();
-        let request = (Request::from_parts(parts, body), is_upgrade);
+        let request = (parts, &body, is_upgrade);
         let (slot, client) = ((&mut slot_guard, deadline), (summary.client.ip, table));
         let sending = self.forward(request, client, ready_at, interim, slot, &was_sent);
 
         // 5. Finish.
-        let (result, sent) = (sending.await, (body_handle, was_sent.get()));
+        let (result, sent) = (sending.await, (body, was_sent.get()));
         let mut response = self.respond_to_result(result, sent, estimates, &mut summary);
         if summary.awaits_returned_units {
             Box::pin(self.enforcer.wait_for_returned_units()).await;
@@ -116,7 +116,7 @@ impl ProxyService {
     )]
     fn forward<'a>(
         &'a self,
-        (request, is_upgrade): (Request<RequestBody>, bool),
+        (head, body, is_upgrade): (&'a mut request::Parts, &'a RequestBody, bool),
         (client_ip, table): (IpAddr, &'a PolicyTable),
         ready_at: Instant,
         interim: &'a mut InformationalForwarder,
@@ -128,7 +128,7 @@ impl ProxyService {
             let is_held = |guard: &mut ConcurrencySlotGuard| guard.held_until().is_some();
             if let Some(guard) = slot_guard.take_if(is_held) {
                 let (upstream, interim) = (Rc::clone(&self.upstream), std::mem::take(interim));
-                let request = (request, is_upgrade);
+                let request = (take_head(head), body.clone_handle(), is_upgrade);
                 let exchange =
                     HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
                 let (result, sent) = exchange.await;
@@ -136,7 +136,8 @@ impl ProxyService {
                 return result;
             }
             let upstream = &self.upstream;
-            let send = upstream.send(request, is_upgrade, client, ready_at, interim, was_sent);
+            let request = (head, body, is_upgrade);
+            let send = upstream.send(request, client, ready_at, interim, was_sent);
             await_until_deadline(deadline, pin!(send)).await
         }
     }

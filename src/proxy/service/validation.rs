@@ -1,9 +1,7 @@
 //! Validation of request heads, and the responses to requests that fail it.
 
 use bytes::Bytes;
-use http::{
-    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, header, request,
-};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, header, request};
 use ipnet::IpNet;
 use std::time::Duration;
 
@@ -63,20 +61,20 @@ impl ProxyService {
     /// Responds to an HTTP/2 request whose head was malformed. `request` has a head in its place.
     pub(super) fn reject_malformed_head(
         &self,
-        request: Request<RequestBody>,
+        parts: &request::Parts,
+        body: RequestBody,
         peer: &ConnectionPeer,
         error: RequestValidationError,
     ) -> Response<ResponseBody> {
-        let (parts, body) = request.into_parts();
         let policies = self.enforcer.policy_snapshot();
         let origin = policies.table.cors.copy_origin(&parts.headers);
-        let context = RequestContext::new(&parts, origin.as_ref(), peer, &policies.table);
+        let context = RequestContext::new(parts, origin.as_ref(), peer, &policies.table);
         tracing::debug!(fault = %error, peer = %peer.addr, "request failed validation");
         let mut reply = local_replies::build_invalid_request_reply(error.into(), context.style);
         if let Some(status) = self.unreadable_request_status(peer) {
             replace_status(&mut reply, status);
         }
-        self.reject_invalid_request(&parts, body, &context, reply)
+        self.reject_invalid_request(parts, body, &context, reply)
     }
 
     /// Responds to a request that failed validation, before any policy applied.

@@ -2,7 +2,7 @@
 
 use super::support::*;
 use crate::proxy::*;
-use ::http::{Request, StatusCode};
+use ::http::{Request, StatusCode, request};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -19,10 +19,11 @@ fn start_gated_server(
     struct GatedHandler(Arc<Semaphore>);
     impl RequestHandler for GatedHandler {
         async fn handle(
-            self: Rc<Self>,
-            _: Request<RequestBody>,
-            _: Arc<ConnectionPeer>,
-            _: InformationalForwarder,
+            &self,
+            _: &mut request::Parts,
+            _: RequestBody,
+            _: &ConnectionPeer,
+            _: &mut InformationalForwarder,
         ) -> ::http::Response<ResponseBody> {
             self.0.acquire().await.unwrap().forget();
             text_response(StatusCode::OK, "done")
@@ -144,10 +145,11 @@ async fn a_stop_before_the_handlers_are_ready_takes_effect() {
     struct PendingHandler;
     impl RequestHandler for PendingHandler {
         async fn handle(
-            self: Rc<Self>,
-            _: Request<RequestBody>,
-            _: Arc<ConnectionPeer>,
-            _: InformationalForwarder,
+            &self,
+            _: &mut request::Parts,
+            _: RequestBody,
+            _: &ConnectionPeer,
+            _: &mut InformationalForwarder,
         ) -> ::http::Response<ResponseBody> {
             std::future::pending().await
         }
@@ -333,10 +335,11 @@ struct BlockingHandler(Arc<std::sync::Mutex<Option<std::sync::mpsc::Receiver<()>
 
 impl RequestHandler for BlockingHandler {
     async fn handle(
-        self: Rc<Self>,
-        _: Request<RequestBody>,
-        _: Arc<ConnectionPeer>,
-        _: InformationalForwarder,
+        &self,
+        _: &mut request::Parts,
+        _: RequestBody,
+        _: &ConnectionPeer,
+        _: &mut InformationalForwarder,
     ) -> ::http::Response<ResponseBody> {
         let busy = self.0.lock().unwrap().take();
         if let Some(busy) = busy {

@@ -1,8 +1,9 @@
 //! Servers, clients and upstreams with scripted behaviour.
 
 use crate::listen::ListenAddress;
+use crate::proxy::http::headers::take_head;
 use crate::proxy::*;
-use ::http::{Request, Response, StatusCode};
+use ::http::{Request, Response, StatusCode, request};
 use bytes::Bytes;
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -185,11 +186,13 @@ where
     F: Future<Output = Response<ResponseBody>> + 'static,
 {
     async fn handle(
-        self: Rc<Self>,
-        request: Request<RequestBody>,
-        _peer: Arc<ConnectionPeer>,
-        _interim: InformationalForwarder,
+        &self,
+        head: &mut request::Parts,
+        body: RequestBody,
+        _peer: &ConnectionPeer,
+        _interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
+        let request = Request::from_parts(take_head(head), body);
         (self.answer)(request, self.worker).await
     }
 }
@@ -198,19 +201,19 @@ struct ForwardingHandler(Rc<UpstreamClient>);
 
 impl RequestHandler for ForwardingHandler {
     async fn handle(
-        self: Rc<Self>,
-        request: Request<RequestBody>,
-        _peer: Arc<ConnectionPeer>,
-        mut interim: InformationalForwarder,
+        &self,
+        head: &mut request::Parts,
+        body: RequestBody,
+        _peer: &ConnectionPeer,
+        interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
         let was_sent = Cell::default();
-        let is_upgrade = request.headers().contains_key("upgrade");
+        let is_upgrade = head.headers.contains_key("upgrade");
         let sent = self.0.send(
-            request,
-            is_upgrade,
+            (head, &body, is_upgrade),
             || [127, 0, 0, 1].into(),
             Instant::now(),
-            &mut interim,
+            interim,
             &was_sent,
         );
         match sent.await {

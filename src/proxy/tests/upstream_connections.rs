@@ -44,10 +44,11 @@ struct StallingHandler(
 
 impl RequestHandler for StallingHandler {
     async fn handle(
-        self: Rc<Self>,
-        request: ::http::Request<RequestBody>,
-        _: Arc<ConnectionPeer>,
-        mut interim: InformationalForwarder,
+        &self,
+        head: &mut ::http::request::Parts,
+        body: RequestBody,
+        _: &ConnectionPeer,
+        interim: &mut InformationalForwarder,
     ) -> ::http::Response<ResponseBody> {
         let stall = self.1.lock().unwrap().take();
         if let Some(stall) = stall {
@@ -56,11 +57,10 @@ impl RequestHandler for StallingHandler {
         match self
             .0
             .send(
-                request,
-                false,
+                (head, &body, false),
                 || [127, 0, 0, 1].into(),
                 tokio::time::Instant::now(),
-                &mut interim,
+                interim,
                 &Default::default(),
             )
             .await

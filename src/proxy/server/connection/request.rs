@@ -94,12 +94,12 @@ impl<H: RequestHandler> RequestContext<H> {
         };
         let (handler, handover) = (Rc::clone(&self.handler), Rc::clone(&self.handover));
         let peer = Arc::clone(&self.peer);
-        let interim = InformationalForwarder::new(head.version, monitor);
+        let mut interim = InformationalForwarder::new(head.version, monitor);
         async move {
             // The handler's future is constructed here, in place: it reserves space for everything
             // that a request may need. Constructed earlier, this future would be stored twice per
             // connection and copied for each request.
-            let mut handling = pin!(handler.handle(Request::from_parts(head, body), peer, interim));
+            let mut handling = pin!(handler.handle(&mut head, body, &peer, &mut interim));
             let response = poll_fn(|cx| {
                 let polled = handling.as_mut().poll(cx);
                 if polled.is_pending() {
