@@ -11,9 +11,8 @@ mod quota;
 pub(super) use limits::is_concurrency_limit;
 
 use super::describe::{self, PolicyDescription};
-use super::diagnostic::SourceSpan;
 use super::schema::PolicyActionKind;
-use super::table_reader::{TableReader, report};
+use super::table_reader::{ConfigValue, TableReader, report};
 use super::values;
 use crate::limiter::{Algorithm, CounterScope};
 use crate::policy::{
@@ -133,16 +132,20 @@ pub(super) fn build_policies<'a>(
 }
 
 /// Reports a name that another policy has. The names of disabled and invalid policies count.
-fn reject_duplicate_name(reader: &TableReader<'_>, names: &mut BTreeMap<String, SourceSpan>) {
+fn reject_duplicate_name<'a>(
+    reader: &TableReader<'a>,
+    names: &mut BTreeMap<&'a str, ConfigValue<'a>>,
+) {
     let Some(item) = reader.get("name") else {
         return;
     };
     let name = item.value.as_str().unwrap_or_default();
     if let Some(first) = names.get(name) {
+        let first = first.source_span();
         let problem = format!("another policy has this name, at {first}; expected a unique name");
         item.report_error::<()>(problem);
     } else if !name.is_empty() {
-        names.insert(name.to_owned(), item.source_span());
+        names.insert(name, item);
     }
 }
 

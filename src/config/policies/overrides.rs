@@ -2,9 +2,8 @@
 
 use super::PolicyContext;
 use super::limits::build_limits;
-use crate::config::diagnostic::SourceSpan;
 use crate::config::schema::PolicyActionKind;
-use crate::config::table_reader::{TableReader, report};
+use crate::config::table_reader::{ConfigValue, TableReader, report};
 use crate::policy::{
     KeyTemplate, LimitOverride, NamedLimit, OverrideRule, PolicyMode, ValuePattern,
 };
@@ -18,7 +17,7 @@ pub(super) fn build_overrides(
     key: Option<&KeyTemplate>,
     is_dynamic: bool,
 ) -> Vec<LimitOverride> {
-    let mut positions: HashMap<Vec<ValuePattern>, SourceSpan> = HashMap::new();
+    let mut positions: HashMap<Vec<ValuePattern>, ConfigValue<'_>> = HashMap::new();
     let mut overrides = Vec::new();
     for table in reader.get_tables("override") {
         let Some(one) = build_override(&table, context, policy, key, is_dynamic) else {
@@ -26,12 +25,13 @@ pub(super) fn build_overrides(
         };
         if let Some(item) = table.get("key") {
             if let Some(first) = positions.get(&one.values) {
+                let first = first.source_span();
                 let problem = format!(
                     "the override at {first} has the same key; expected one override per key"
                 );
                 item.report_error::<()>(problem);
             } else {
-                positions.insert(one.values.clone(), item.source_span());
+                positions.insert(one.values.clone(), item);
             }
         }
         overrides.push(one);
