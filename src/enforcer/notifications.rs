@@ -6,7 +6,9 @@
 
 use super::Enforcer;
 use super::charge_plan::ChargePlan;
-use crate::limiter::{Algorithm, ChargeOutcome, Decision, Key, Limit, PolicyCharges, Refusal};
+use crate::limiter::{
+    Algorithm, ChargeOutcome, Decision, Key, Limit, LimitName, PolicyCharges, Refusal,
+};
 use crate::policy::{NamedLimit, PolicyMode, Threshold};
 use crate::store::Store;
 use crate::telemetry::metrics::WorkerMetrics;
@@ -39,9 +41,17 @@ const LOG_LINE_INTERVAL: Duration = Duration::from_millis(100);
 /// Log lines that a worker may write at once.
 const LOG_LINE_BURST: u32 = 1000;
 
-/// What is notified once: the id of the key, the index of the limit, the threshold, and the start
-/// of the window (0 for an algorithm without windows).
-type NotificationId = (u128, usize, Threshold, u64);
+/// What is notified once. Policies of one counter have the same keys, but their own limits.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct NotificationId {
+    key: u128,
+    limit: LimitName,
+    /// Without overrides, which may change within a period.
+    requests: u64,
+    threshold: Threshold,
+    /// 0 for an algorithm without windows.
+    window_start_us: u64,
+}
 
 /// The recent notifications of one worker. The lock is uncontended.
 #[derive(Debug, Default)]
@@ -85,15 +95,20 @@ impl Enforcer {
         let mut asked = Vec::new();
         for (planned_policy, statuses) in plan.policies_with_statuses(decision) {
             let own = &planned_policy.own;
-            for (index, (named, outcome)) in own.limits.iter().zip(statuses.limits).enumerate() {
+            for (named, outcome) in own.limits.iter().zip(statuses.limits) {
                 let Some(usage) = LimitUsage::from_outcome(named, outcome) else {
                     continue;
                 };
                 let thresholds = own.quota.notify.iter().copied();
                 for threshold in thresholds.filter(|threshold| usage.reaches(*threshold)) {
-                    let window_start_us = find_window_start(&named.limit, decision.now_us);
-                    let id = (own.key.id(), index, threshold, window_start_us);
-                    if !self.sent_notifications.begin(id) {
+                    let id = NotificationId {
+                        key: own.key.id(),
+                        limit: LimitName::clone(&named.name),
+                        requests: named.limit.requests,
+                        threshold,
+                        window_start_us: find_window_start(&named.limit, decision.now_us),
+                    };
+                    if !self.sent_notifications.begin(&id) {
                         continue;
                     }
                     let reached = ReachedThreshold {
@@ -161,10 +176,10 @@ fn find_window_start(limit: &Limit, now_us: u64) -> u64 {
 
 impl SentNotifications {
     /// Whether the store is to be asked now. Until its answer, other requests do not ask.
-    fn begin(&self, id: NotificationId) -> bool {
+    fn begin(&self, id: &NotificationId) -> bool {
         let now = Instant::now();
         let asked_until = &mut self.0.lock().asked_until;
-        if asked_until.get(&id).is_some_and(|until| now < *until) {
+        if asked_until.get(id).is_some_and(|until| now < *until) {
             return false;
         }
         if asked_until.len() >= MAX_REMEMBERED {
@@ -173,12 +188,12 @@ impl SentNotifications {
         if asked_until.len() >= MAX_REMEMBERED {
             asked_until.clear();
         }
-        asked_until.insert(id, now + ANSWER_TIMEOUT);
+        asked_until.insert(id.clone(), now + ANSWER_TIMEOUT);
         true
     }
 
-    fn remember(&self, id: NotificationId, until: Instant) {
-        if let Some(asked_until) = self.0.lock().asked_until.get_mut(&id) {
+    fn remember(&self, id: &NotificationId, until: Instant) {
+        if let Some(asked_until) = self.0.lock().asked_until.get_mut(id) {
             *asked_until = until;
         }
     }
@@ -207,11 +222,15 @@ impl ReachedThreshold {
         metrics: Arc<WorkerMetrics>,
         sent: Arc<SentNotifications>,
     ) -> bool {
-        let (.., threshold, window_start_us) = self.id;
-        let (policy, limit) = (&*self.policy, &*self.named.name);
-        let key = self
-            .key
-            .to_notification_key(&format!("{limit}@{threshold}@{window_start_us}"));
+        let NotificationId {
+            limit,
+            requests,
+            threshold,
+            window_start_us,
+            ..
+        } = &self.id;
+        let subject = format!("{limit}@{requests}@{threshold}@{window_start_us}");
+        let key = self.key.to_notification_key(&subject);
         let one_notification = self.notification_limit();
         let asked_at = Instant::now();
         let charges = PolicyCharges::new(&one_notification, &key, 1);
@@ -220,11 +239,11 @@ impl ReachedThreshold {
         };
         let ends_us = decision.statuses().find_map(|status| status.next_growth_us);
         let wait = Duration::from_micros(ends_us.unwrap_or(0).saturating_sub(decision.now_us));
-        sent.remember(self.id, asked_at + wait.min(MAX_REMEMBERED_TIME));
+        sent.remember(&self.id, asked_at + wait.min(MAX_REMEMBERED_TIME));
         if decision.admitted {
             metrics
                 .notifications
-                .add([policy, limit, &threshold.to_string()], 1);
+                .add([&*self.policy, limit, &threshold.to_string()], 1);
             self.log(sent.take_log_line());
         }
         decision.admitted
@@ -239,7 +258,7 @@ impl ReachedThreshold {
         tracing::warn!(
             policy = &*self.policy,
             limit = &*self.named.name,
-            threshold = %self.id.2,
+            threshold = %self.id.threshold,
             used = self.usage.used,
             capacity = self.usage.capacity,
             unit = self.named.unit.as_deref(),
@@ -255,7 +274,7 @@ impl ReachedThreshold {
         let limit = &self.named.limit;
         let per_us = if limit.algorithm.follows_wall_clock() {
             limit
-                .period_length_us(self.id.3)
+                .period_length_us(self.id.window_start_us)
                 .saturating_add(WINDOW_GRACE_US)
         } else {
             limit.per_us

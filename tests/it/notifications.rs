@@ -152,6 +152,27 @@ async fn each_instance_notifies_its_own_counters() {
 }
 
 #[tokio::test]
+async fn policies_of_one_counter_notify_their_own_limits() {
+    let policies = ["large", "small"].map(|name| {
+        let requests = if name == "large" { 8 } else { 4 };
+        format!(
+            "[[policy]]\nname = \"{name}\"\nmatch.path = \"/{name}\"\nkey = [\"header:x-user\"]\n\
+             counter = \"shared\"\nnotify = [0.5]\n\
+             limits = [{{ name = \"monthly\", requests = {requests}, per = \"month\", \
+             algorithm = \"fixed_window\" }}]\n"
+        )
+    });
+    let upstream = Upstream::echo().await;
+    let proxy = Proxy::start(&policies.concat(), upstream.address).await;
+    let mut notified = Vec::new();
+    for path in ["/small", "/small", "/large", "/large", "/large"] {
+        let reply = proxy.get_with(path, "X-User", "ann").await;
+        notified.push(reply.header(FIELD).is_some());
+    }
+    assert_eq!(notified, [false, true, false, true, false]);
+}
+
+#[tokio::test]
 async fn hidden_policies_and_replies_to_other_proxies() {
     let config = format!("[check]\naddress = '127.0.0.1:0'\n{POLICY}");
     let proxy = Proxy::with_echo(&config).await;
