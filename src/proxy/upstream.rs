@@ -87,8 +87,8 @@ impl UpstreamClient {
     /// Sends a request, with retries, and waits for the response head. The returned response
     /// streams the body.
     ///
-    /// The head must have its URI in origin form and its final headers, `Host` included; it is taken.
-    /// With `is_upgrade`, it has `Upgrade`. `now` is the caller's latest clock reading, `client` returns
+    /// The head must have its URI in origin form and its final headers, `Host` included. With
+    /// `is_upgrade`, it has `Upgrade`. Head and body may be left empty. `now` is the caller's latest clock reading, `client` returns
     /// the address prefix that sent the request. `interim` receives informational (1xx) responses.
     /// `was_sent` is set while the upstream may have received a part of the request.
     /// Dropping the future, or the response body before its end, closes the HTTP/1.1 connection or
@@ -102,7 +102,7 @@ impl UpstreamClient {
     )]
     pub fn send(
         self: &Rc<Self>,
-        (head, body, is_upgrade): (&mut request::Parts, &RequestBody, bool),
+        (head, body, is_upgrade): (&mut request::Parts, &mut RequestBody, bool),
         client: impl Fn() -> IpAddr,
         mut now: Instant,
         interim: &mut InformationalForwarder,
@@ -111,7 +111,7 @@ impl UpstreamClient {
         async move {
             head.version = Version::HTTP_11;
             let mut budget = RetryBudget::new(self.settings(), &head.method, body);
-            let upload = Some(body).filter(|body| body.may_be_read_ahead() && self.is_scarce());
+            let upload = Some(&*body).filter(|body| body.may_be_read_ahead() && self.is_scarce());
             let taken = upload.is_none().then(|| self.try_take_share(&client));
             let share = match taken.flatten() {
                 Some(share) => share,
@@ -141,7 +141,7 @@ impl UpstreamClient {
                 let yield_first = is_reused && !budget.may_retry_idempotent;
                 let was_sent_before = was_sent.replace(true);
                 let order = (is_upgrade, yield_first);
-                let request = (&mut *head, body);
+                let request = (&mut *head, &mut *body);
                 let exchange = self.exchange_request(connection, request, sent_at, interim, order);
                 match exchange.await {
                     Ok(mut response) => {
@@ -222,16 +222,19 @@ impl UpstreamClient {
         self: &Rc<Self>,
         (failure, error): (ExchangeFailure, UpstreamError),
         copy: Option<HeadCopy>,
-        body: &RequestBody,
+        body: &mut RequestBody,
         is_reused: bool,
         budget: &mut RetryBudget,
     ) -> Result<(request::Parts, Box<UpstreamConnection>), UpstreamError> {
         let copy = match (failure, copy) {
             (ExchangeFailure::NotSent(unsent), copy) if is_reused || budget.connects > 0 => {
                 budget.connects -= u32::from(!is_reused);
-                let rebuild = || copy.map(HeadCopy::into_head);
-                let Some(head) = unsent.map(|unsent| *unsent).or_else(rebuild) else {
-                    return Err(error);
+                let head = match unsent.map(|unsent| unsent.into_parts()) {
+                    Some((head, unsent_body)) => {
+                        *body = unsent_body;
+                        head
+                    }
+                    None => copy.map(HeadCopy::into_head).ok_or(error)?,
                 };
                 return Ok((head, self.acquire(&mut budget.connects).await?));
             }

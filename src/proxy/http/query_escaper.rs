@@ -65,7 +65,7 @@ impl QueryEscaper {
             || parsed.is_idle && self.tail == *EMPTY_LINE
     }
 
-    /// Whether the last bytes are a part of a head.
+    /// Whether the input so far ends within a head.
     pub(crate) fn is_within_head(&self) -> bool {
         self.bytes_after_head.is_none()
     }

@@ -42,7 +42,7 @@ pub(crate) async fn serve_connection<H: RequestHandler>(
     let mut driver = ConnectionDriver::new(Rc::clone(&monitor));
     let parse_error_status = handler.unreadable_request_status(&peer);
     let max_head_bytes = listener.config.settings.max_header_bytes;
-    // Boxed: a future reserves space for each variable and parameter that it passes through.
+    // Boxed: a future has space for each variable and parameter that ever holds the socket.
     let mut socket = Box::new(MonitoredSocket::new(
         socket,
         Rc::clone(&monitor),

@@ -51,8 +51,8 @@ const MAX_MEMORY_CHECKS: u8 = 10;
 /// h2 otherwise decodes all heads that the client sends, up to 144 bytes for each byte.
 const MIN_PAUSED_HEAD_BYTES: usize = 4 * 1024;
 
-/// Size of the first read of a connection, and of the reads of a body that is kept until it was read
-/// whole: just below the initial size of hyper's buffer, which doubles when a read fills it.
+/// Size of reads that do not enlarge hyper's buffer: just below its initial size, because it doubles
+/// when a read fills it. So read the first head after an idle time, and bodies that policies read.
 const MAX_SMALL_READ_BYTES: usize = 8 * 1024 - 1;
 
 /// Output without effect on an HTTP/1.1 client. The machine of a disconnected client answers with a
@@ -76,6 +76,8 @@ pub(crate) struct MonitoredSocket {
     query_escaper: QueryEscaper,
     /// Input behind a request head, which hyper has not asked for yet.
     pipelined: Bytes,
+    /// Error of a read whose input was returned first.
+    read_error: Option<io::Error>,
     /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
     remaining_pauses: u32,
     /// Whether shutdown ends only the write direction.
@@ -121,6 +123,7 @@ impl MonitoredSocket {
             max_head_bytes,
             query_escaper: QueryEscaper::default(),
             pipelined: Bytes::new(),
+            read_error: None,
             remaining_pauses: 0,
             is_half_close: false,
             is_closed: false,
@@ -168,6 +171,11 @@ impl MonitoredSocket {
         }
         let mut heads = self.monitor.output.pending_informational_heads();
         poll_write_all(&mut self.transport, cx, &mut heads)
+    }
+
+    /// Whether policies read the body of an HTTP/1 request.
+    fn is_body_start_read(&self) -> bool {
+        !self.monitor.is_http2.get() && self.monitor.memory.body_start_bytes.get() > 0
     }
 
     /// Waits while the memory budget is exceeded and other connections are being closed for it, for
@@ -314,13 +322,17 @@ impl MonitoredSocket {
         linger.timer.as_mut().poll(cx)
     }
 
-    /// Reads from the transport, `most` bytes at most, or what was read of it behind a head.
+    /// Returns input that was kept back behind a head, or reads from the transport: `most` bytes at
+    /// most, if there is such a limit.
     fn poll_read_transport(
         &mut self,
         cx: &mut Context<'_>,
         into: &mut ReadBuf<'_>,
         most: Option<usize>,
     ) -> Poll<io::Result<()>> {
+        if let Some(error) = self.read_error.take() {
+            return Poll::Ready(Err(error));
+        }
         ready!(self.poll_memory(cx));
         if self.remaining_pauses > 0 {
             self.remaining_pauses -= 1;
@@ -333,7 +345,7 @@ impl MonitoredSocket {
             if is_pipelined {
                 move_buffered_bytes(&mut self.pipelined, into);
                 self.report_read_ahead();
-            } else if most.is_some() || self.monitor.memory.body_start_bytes.get() > 0 {
+            } else if most.is_some() || self.is_body_start_read() {
                 let room = most.unwrap_or(MAX_SMALL_READ_BYTES).min(into.remaining());
                 let mut part = ReadBuf::new(into.initialize_unfilled_to(room));
                 ready!(Pin::new(&mut self.transport).poll_read(cx, &mut part))?;
@@ -408,7 +420,7 @@ impl AsyncRead for MonitoredSocket {
             && !this.monitor.is_http2.get()
             && let Poll::Ready(Err(error)) = this.poll_read_transport(cx, into, Some(most))
         {
-            return Poll::Ready(Err(error));
+            this.read_error = Some(error);
         }
         Poll::Ready(Ok(()))
     }

@@ -176,7 +176,7 @@ async fn run_worker<H: RequestHandler>(
                     serve_queued_connection(next, Rc::clone(listener), Rc::clone(&handler), monitor);
                 let monitors = Rc::clone(&monitors);
                 // Not an async block: it would reserve the space of this large future twice.
-                tasks.spawn_local(serving.map(move |()| monitors.borrow_mut().remove(&id)));
+                tasks.spawn_local(serving.map(move |()| drop(monitors.borrow_mut().remove(&id))));
             }
             Some(ended) = tasks.join_next() => if let Err(error) = ended {
                 // A panic ends only its own connection.

@@ -32,7 +32,7 @@ impl HeldExchange {
     /// until the end of its time.
     pub(crate) fn new(
         upstream: Rc<UpstreamClient>,
-        (mut head, body, is_upgrade): (request::Parts, RequestBody, bool),
+        (mut head, mut body, is_upgrade): (request::Parts, RequestBody, bool),
         client: IpAddr,
         now: Instant,
         mut interim: InformationalForwarder,
@@ -42,7 +42,7 @@ impl HeldExchange {
         let sent = Rc::clone(&was_sent);
         let exchange = async move {
             let deadline = guard.held_until();
-            let request = (&mut head, &body, is_upgrade);
+            let request = (&mut head, &mut body, is_upgrade);
             let send = upstream.send(request, || client, now, &mut interim, &sent);
             let mut result = await_until_deadline(deadline, pin!(send)).await;
             match &mut result {

@@ -90,9 +90,9 @@ impl ProxyService {
         // 4. Forward.
         self.prepare_upstream_request(parts, &mut summary, &estimates, &body);
         add_mark_header(&mut parts.headers, table, &verdict);
-        let was_sent = Cell::new(false);
+        let (mut sent_body, was_sent) = (body.clone_handle(), Cell::new(false));
         let is_upgrade = summary.target.upgrade_request.is_some();
-        let request = (parts, &body, is_upgrade);
+        let request = (parts, &mut sent_body, is_upgrade);
         let (slot, client) = ((&mut slot_guard, deadline), (summary.client.ip, table));
         let sending = self.forward(request, client, ready_at, interim, slot, &was_sent);
 
@@ -116,7 +116,7 @@ impl ProxyService {
     )]
     fn forward<'a>(
         &'a self,
-        (head, body, is_upgrade): (&'a mut request::Parts, &'a RequestBody, bool),
+        (head, body, is_upgrade): (&'a mut request::Parts, &'a mut RequestBody, bool),
         (client_ip, table): (IpAddr, &'a PolicyTable),
         ready_at: Instant,
         interim: &'a mut InformationalForwarder,
@@ -128,7 +128,7 @@ impl ProxyService {
             let is_held = |guard: &mut ConcurrencySlotGuard| guard.held_until().is_some();
             if let Some(guard) = slot_guard.take_if(is_held) {
                 let (upstream, interim) = (Rc::clone(&self.upstream), std::mem::take(interim));
-                let request = (take_head(head), body.clone_handle(), is_upgrade);
+                let request = (take_head(head), std::mem::take(body), is_upgrade);
                 let exchange =
                     HeldExchange::new(upstream, request, client(), ready_at, interim, guard);
                 let (result, sent) = exchange.await;

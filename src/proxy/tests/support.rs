@@ -203,14 +203,14 @@ impl RequestHandler for ForwardingHandler {
     async fn handle(
         &self,
         head: &mut request::Parts,
-        body: RequestBody,
+        mut body: RequestBody,
         _peer: &ConnectionPeer,
         interim: &mut InformationalForwarder,
     ) -> Response<ResponseBody> {
         let was_sent = Cell::default();
         let is_upgrade = head.headers.contains_key("upgrade");
         let sent = self.0.send(
-            (head, &body, is_upgrade),
+            (head, &mut body, is_upgrade),
             || [127, 0, 0, 1].into(),
             Instant::now(),
             interim,

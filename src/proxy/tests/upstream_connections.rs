@@ -46,7 +46,7 @@ impl RequestHandler for StallingHandler {
     async fn handle(
         &self,
         head: &mut ::http::request::Parts,
-        body: RequestBody,
+        mut body: RequestBody,
         _: &ConnectionPeer,
         interim: &mut InformationalForwarder,
     ) -> ::http::Response<ResponseBody> {
@@ -57,7 +57,7 @@ impl RequestHandler for StallingHandler {
         match self
             .0
             .send(
-                (head, &body, false),
+                (head, &mut body, false),
                 || [127, 0, 0, 1].into(),
                 tokio::time::Instant::now(),
                 interim,

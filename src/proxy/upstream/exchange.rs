@@ -36,9 +36,9 @@ use crate::proxy::upstream_error::{UpstreamError, UpstreamErrorKind};
 
 /// How far a request without a response got; decides whether it may be retried.
 pub(crate) enum ExchangeFailure {
-    /// Nothing of the request was written, so a retry is safe. Contains the head for HTTP/1.1; for
-    /// HTTP/2 the retry uses a `HeadCopy`.
-    NotSent(Option<Box<request::Parts>>),
+    /// Nothing of the request was written, so a retry is safe. Contains the request for HTTP/1.1;
+    /// for HTTP/2 the retry uses a `HeadCopy`.
+    NotSent(Option<Box<Request<RequestBody>>>),
     /// The upstream refused the stream without processing it (REFUSED_STREAM).
     RefusedStream,
     /// The upstream sent GOAWAY and did not process the request.
@@ -118,7 +118,7 @@ impl UpstreamClient {
     pub(crate) fn exchange_request(
         self: &Rc<Self>,
         mut connection: Box<UpstreamConnection>,
-        (head, body): (&mut request::Parts, &RequestBody),
+        (head, body): (&mut request::Parts, &mut RequestBody),
         sent_at: Instant,
         interim: &mut InformationalForwarder,
         (is_upgrade, yield_first): (bool, bool),
@@ -130,7 +130,7 @@ impl UpstreamClient {
                 ..
             } = &mut *connection
             else {
-                let request = (take_head(head), body);
+                let request = (take_head(head), body.clone_handle());
                 return Box::pin(self.exchange_http2(connection, request, sent_at, interim)).await;
             };
             if yield_first {
@@ -143,7 +143,7 @@ impl UpstreamClient {
                 let names = head.headers.get_all(header::UPGRADE);
                 requested_protocols.extend(names.iter().cloned());
             }
-            let mut request = Request::from_parts(take_head(head), body.clone_handle());
+            let mut request = Request::from_parts(take_head(head), std::mem::take(body));
             informational.attach_to_request(&mut request);
             let mut answer = pin!(http1.send(request));
             let poll_response = |cx: &mut Context<'_>| {
@@ -199,7 +199,7 @@ impl UpstreamClient {
     pub(crate) async fn exchange_http2(
         self: &Rc<Self>,
         mut connection: Box<UpstreamConnection>,
-        (mut head, body): (request::Parts, &RequestBody),
+        (mut head, body): (request::Parts, RequestBody),
         sent_at: Instant,
         interim: &mut InformationalForwarder,
     ) -> Result<Response<ResponseBody>, ExchangeError> {
@@ -220,7 +220,7 @@ impl UpstreamClient {
         let websocket_key = convert_request_head(&mut head, is_websocket, is_secure)
             .ok_or_else(|| invalid_request_error("the request's Host is not a valid authority"))?;
         let (mut response, tunnel) =
-            start_request(slot, head, body.clone_handle(), websocket_key.is_some()).await?;
+            start_request(slot, head, body, websocket_key.is_some()).await?;
         let poll_response = |cx: &mut Context<'_>| {
             while let Poll::Ready(Some(Ok(informational))) =
                 response.poll_informational_response(cx)
@@ -298,7 +298,7 @@ fn exchange_failure_from_hyper(
     };
     let kind = client_error_kind(progress).unwrap_or(other);
     let failure = match unsent {
-        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request.into_parts().0))),
+        Some(request) => ExchangeFailure::NotSent(Some(Box::new(request))),
         None => ExchangeFailure::MaybeProcessed,
     };
     (failure, kind.with_cause(&error))
