@@ -58,11 +58,16 @@ impl LiveConnection {
             None
         };
         let command = with_text.as_ref().unwrap_or(command);
-        let script_load = self.script_load.load_full();
+        let mut script_load = self.script_load.load_full();
         let mut answer = self.send_once(command, is_asking).await;
-        if answer.as_ref().is_err_and(is_missing_script)
-            && *script_load.get_or_try_init(|| self.load_scripts()).await?
-        {
+        // Twice: a load that another caller began earlier may lack this script.
+        for _ in 0..2 {
+            if !answer.as_ref().is_err_and(is_missing_script)
+                || !*script_load.get_or_try_init(|| self.load_scripts()).await?
+            {
+                break;
+            }
+            script_load = self.script_load.load_full();
             answer = self.send_once(command, is_asking).await;
         }
         if let Err(error) = &answer
