@@ -319,8 +319,8 @@ impl RetryBudget {
     }
 }
 
-/// A copy of a request head, for a retry. Copying the headers as text costs a third of cloning their
-/// map; few copies are ever converted back.
+/// A copy of a request head, for a retry. Copying the headers as text costs a third of cloning
+/// their map; few copies are ever converted back.
 pub(crate) struct HeadCopy {
     method: Method,
     uri: Uri,

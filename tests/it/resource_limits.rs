@@ -299,8 +299,7 @@ async fn open_slow_readers(
 #[tokio::test]
 async fn a_slow_reader_of_a_large_answer_uses_little_memory() {
     const READERS: usize = 100;
-    // About 80 to 90; freed buffers return to the system a moment later.
-    const MAX_KIB_EACH: u64 = 112;
+    const MAX_KIB_EACH: u64 = 96;
     let body = bytes::Bytes::from(vec![b'x'; 20 << 20]);
     let upstream = Upstream::with_handler(move |request| {
         let body = body.clone();

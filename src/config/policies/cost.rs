@@ -264,7 +264,7 @@ fn read_factor(item: &ConfigValue<'_>) -> Option<Factor> {
     factor.or_else(|| item.report_error(format!("expected {}", ValueKind::Factor)))
 }
 
-/// Parses the key part of a request by whose values the operator weights it.
+/// Parses the key part whose value in a request selects its weight.
 fn parse_weighted_part(item: &ConfigValue<'_>, context: &PolicyContext) -> Option<KeyPart> {
     let text = item.value.as_str().unwrap_or_default();
     match KeyPart::parse(text, &context.path) {

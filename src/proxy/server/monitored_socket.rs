@@ -76,7 +76,8 @@ pub(crate) struct MonitoredSocket {
     query_escaper: QueryEscaper,
     /// Input behind a request head, which hyper has not asked for yet.
     pipelined: Bytes,
-    /// Error of a read whose input was returned first.
+    /// An error of the transport. hyper gets the input before it first, and the error with its next
+    /// read.
     read_error: Option<io::Error>,
     /// Number of reads to be delayed: see [`MIN_PAUSED_HEAD_BYTES`].
     remaining_pauses: u32,

@@ -58,7 +58,7 @@ impl ProxyService {
         Ok(inbound)
     }
 
-    /// Responds to an HTTP/2 request whose head was malformed. `parts` is a head in its place.
+    /// Responds to an HTTP/2 request whose head was malformed. h2 got `parts` instead, a valid head.
     pub(super) fn reject_malformed_head(
         &self,
         parts: &request::Parts,
